@@ -46,7 +46,7 @@ class Table(NamedTuple):
         columns, lines = self._cells()
         if not columns:
             return ""
-        lines.insert(1, ["--:" if column.form else "---" for column in columns])
+        lines.insert(1, tuple("--:" if column.form else "---" for column in columns))
         rows = []
         for line in lines:
             escaped = [_BAR.sub(r"\|", text) for text in line]
@@ -63,9 +63,9 @@ class Table(NamedTuple):
         columns, lines = self._cells()
         if not columns:
             return ""
-        lines = [list(map(plain, line)) for line in lines]
-        shown = lines[:2]
-        for above, line in pairwise(lines[1:]):
+        texts = [list(map(plain, line)) for line in lines]
+        shown = texts[:2]
+        for above, line in pairwise(texts[1:]):
             cells = zip(columns, above, line)
             shown.append(
                 ["" if column.once and text == last else text for column, last, text in cells]
@@ -77,7 +77,7 @@ class Table(NamedTuple):
             out += _wrapped(line, columns, widths, gap)
         return "\n".join(out)
 
-    def _cells(self) -> tuple[list[Column], list[list[str]]]:
+    def _cells(self) -> tuple[list[Column], list[tuple[str, ...]]]:
         """The columns with values, and the texts of the cells line by line, the headings first."""
         columns = []
         cells = []
@@ -86,7 +86,7 @@ class Table(NamedTuple):
             if any(texts):
                 columns.append(column)
                 cells.append([column.head, *texts])
-        return columns, list(map(list, zip(*cells)))
+        return columns, list(zip(*cells))
 
 
 def terminal_width() -> int:

@@ -12,6 +12,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,22 +56,26 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
             attention.
     """
     maps = measure_attention(model, task, args.subset, args.sentence, device_for(args.cpu))
-    layers = max(each.layer for each in maps)
+    layers = max(attention.layer for attention in maps)
     if args.layer is not None:
         if not 1 <= args.layer <= layers:
             raise UserError(f"--layer {args.layer}: the model has layers 1 to {layers}.")
-        maps = [each for each in maps if each.layer == args.layer]
+        maps = [attention for attention in maps if attention.layer == args.layer]
     draw = draw_layers if args.layer is None else draw_heads
     lines = []
     modules = []
-    for each in maps:
-        heads, queries, keys = each.weights.shape
-        share = torch.special.entr(each.weights).sum(2).mean().item() / math.log(max(keys, 2))
+    for attention in maps:
+        heads, queries, keys = attention.weights.shape
+        share = torch.special.entr(attention.weights).sum(2).mean().item() / math.log(max(keys, 2))
         entropy = f"entropy {share:.0%} of an even one's"
-        lines.append(f"{each.name}: {heads} maps of {queries} x {keys} tokens, {entropy}")
-        module: dict[str, Any] = {"name": each.name, "queries": each.queries, "keys": each.keys}
-        module["weights"] = each.weights.tolist()
-        module["gates"] = {side: gate.tolist() for side, gate in each.gates.items()}
+        lines.append(f"{attention.name}: {heads} maps of {queries} x {keys} tokens, {entropy}")
+        module = {
+            "name": attention.name,
+            "queries": attention.queries,
+            "keys": attention.keys,
+            "weights": attention.weights.tolist(),
+            "gates": {side: gate.tolist() for side, gate in attention.gates.items()},
+        }
         modules.append(module)
     figure = draw(maps, f"{args.model.name}, sentence {args.sentence} of {args.subset}")
     return Analysis(lines, figure, {"sentence": args.sentence, "modules": modules})
@@ -189,6 +194,17 @@ def pass_with_weights(
     """
     weights_by_name: dict[str, Tensor] = {}
     hooks = []
+
+    def ask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, kwargs | {"need_weights": True, "need_head_weights": True}
+
+    def keep(
+        name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        weights_by_name[name] = result[1].float().cpu()
+        if watch is not None:
+            watch(name, module, kwargs, routings)
+
     for name, module in model.named_modules():
         # Otherwise fairseq calls torch's fused layer, which returns no weights
         if hasattr(module, "ever_training"):
@@ -197,21 +213,8 @@ def pass_with_weights(
             continue
         if isinstance(module, MultiheadAttention):
             module.skip_embed_dim_check = True  # else fairseq averages the weights over the heads
-
-        def ask(
-            module: nn.Module, args: tuple, kwargs: dict[str, Any]
-        ) -> tuple[tuple, dict[str, Any]]:
-            return args, kwargs | {"need_weights": True, "need_head_weights": True}
-
-        def keep(
-            module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any, name: str = name
-        ) -> None:
-            weights_by_name[name] = result[1].float().cpu()
-            if watch is not None:
-                watch(name, module, kwargs, routings)
-
         hooks.append(module.register_forward_pre_hook(ask, with_kwargs=True))
-        hooks.append(module.register_forward_hook(keep, with_kwargs=True))
+        hooks.append(module.register_forward_hook(partial(keep, name), with_kwargs=True))
     try:
         with collect_routings() as routings:
             output = model(**net_input, features_only=features_only)
@@ -232,17 +235,17 @@ def gates_by_expert(routing: Routing) -> Tensor:
 
 def draw_layers(maps: Sequence[AttentionMap], title: str = "") -> Figure:
     """One map per layer and kind of attention: the largest weight of any head (SwitchHead Fig. 2)."""
-    kinds = list(dict.fromkeys(each.kind for each in maps))
-    columns = max(each.layer for each in maps)
+    kinds = list(dict.fromkeys(attention.kind for attention in maps))
+    columns = max(attention.layer for attention in maps)
     side = 2.2 if columns > 3 else 3.2
     figure = Figure(figsize=(side * columns + 0.6, side * len(kinds) + 0.6), layout="constrained")
     panels = figure.subplots(len(kinds), columns, squeeze=False)
     for panel in panels.flat:
         panel.set_axis_off()
-    for each in maps:
-        panel = panels[kinds.index(each.kind)][each.layer - 1]
-        _show(panel, each.weights.amax(0), each.queries, each.keys, size=4)
-        panel.set_title(f"{each.kind}, layer {each.layer}", fontsize=7)
+    for attention in maps:
+        panel = panels[kinds.index(attention.kind)][attention.layer - 1]
+        _show(panel, attention.weights.amax(0), attention.queries, attention.keys, size=4)
+        panel.set_title(f"{attention.kind}, layer {attention.layer}", fontsize=7)
     figure.suptitle(title and f"{title}: largest weight of any head", fontsize=10)
     return figure
 
@@ -251,33 +254,33 @@ def draw_heads(maps: Sequence[AttentionMap], title: str = "") -> Figure:
     """The maps of each module's heads with the experts of both sides (SwitchHead Figs. 5 and 6)."""
     columns = 0
     longest = 0
-    for each in maps:
-        columns = max(columns, each.weights.size(0))
-        longest = max(longest, len(each.queries), len(each.keys))
+    for attention in maps:
+        columns = max(columns, attention.weights.size(0))
+        longest = max(longest, len(attention.queries), len(attention.keys))
     side = max(2.6, 0.11 * longest)
     figure = Figure(figsize=(side * columns + 0.6, side * len(maps) + 0.6), layout="constrained")
     rows = figure.subfigures(len(maps), 1, squeeze=False)[:, 0]
-    for each, row in zip(maps, rows):
-        row.suptitle(each.name, fontsize=8)
-        places = row.subfigures(1, columns, squeeze=False)[0]
-        for head, place in zip(range(each.weights.size(0)), places):
-            _draw_head(place, each, head)
+    for attention, row in zip(maps, rows):
+        row.suptitle(attention.name, fontsize=8)
+        subfigures = row.subfigures(1, columns, squeeze=False)[0]
+        for head, subfigure in zip(range(attention.weights.size(0)), subfigures):
+            _draw_head(subfigure, attention, head)
     figure.suptitle(title, fontsize=10)
     return figure
 
 
-def _draw_head(place: Any, each: AttentionMap, head: int) -> None:
+def _draw_head(subfigure: Any, attention: AttentionMap, head: int) -> None:
     """Draw the map of one head, with the queries' gates on its left and the keys' gates below it."""
-    group = head if each.groups > 1 else 0
+    group = head if attention.groups > 1 else 0
     strips = {}
-    for side, gates in each.gates.items():
-        strips[side] = gates.view(each.groups, -1, gates.size(1))[group]
-    title = f"{'head' if each.groups > 1 or not each.gates else 'slot'} {head + 1}"
-    draw_map(place, each.weights[head], each.queries, strips, title, each.keys)
+    for side, gates in attention.gates.items():
+        strips[side] = gates.view(attention.groups, -1, gates.size(1))[group]
+    title = f"{'head' if attention.groups > 1 or not attention.gates else 'slot'} {head + 1}"
+    draw_map(subfigure, attention.weights[head], attention.queries, strips, title, attention.keys)
 
 
 def draw_map(
-    place: Any,
+    subfigure: Any,
     weights: Tensor,
     rows: list[str],
     strips: dict[str, Tensor],
@@ -287,7 +290,7 @@ def draw_map(
     """Draw the attention of one head, with the gates of the experts that the tokens chose next to it.
 
     Args:
-        place: a figure or a subfigure.
+        subfigure: a figure or a subfigure.
         weights: the weights of the head, [T, S].
         rows: the T attending tokens.
         strips: "queries" and "keys" → the gates, [E, T] and [E, S]; without a side that is not routed.
@@ -298,7 +301,7 @@ def draw_map(
     wide = len(strips.get("queries", ()))
     tall = len(strips.get("keys", ()))
     unit = max(1, len(rows) // 24)
-    panels = place.subplots(
+    panels = subfigure.subplots(
         1 + bool(tall),
         1 + bool(wide),
         squeeze=False,

@@ -15,6 +15,7 @@ the --save-dir of a plain fairseq-train, or the folder around it.
 import argparse
 import itertools
 from pathlib import Path
+from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis import (
@@ -82,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--output {args.output}: the picture is a PNG, so its name must end in .png."
         )
-    of_model = "model" in args
-    inputs = [args.model] if of_model else list(args.runs)
+    inputs = [args.model] if "model" in args else list(args.runs)
     for path, pattern in itertools.product(tuple(inputs), OF_A_RUN):
         inputs += path.glob(pattern)
     written = {"output": args.output, "json": args.json}
@@ -91,27 +91,30 @@ def run(args: argparse.Namespace) -> int:
         if path is not None:
             refuse_overwriting(path, inputs, f"--{name}")
     made_by = provenance()
-    about = {}
-    if of_model:
-        if getattr(args, "max_tokens", 1) < 1:
-            raise UserError(f"--max-tokens {args.max_tokens}: a batch holds at least one token.")
-        checkpoint, data = checkpoint_and_data(args.model, args.data)
-        about = {"checkpoint": str(checkpoint)}
-        if "subset" in args:
-            about["subset"] = args.subset
-        model, task = load_trained(checkpoint, data)
-        args.data = data or Path(task.cfg.data)
-        if args.json:
-            about.update({"checkpoint_sha256": checksum(checkpoint), "data": str(args.data)})
-        analysis = args.analyze(args, model, task)
-    else:
-        analysis = args.analyze(args)
+    analysis = _analyze_model(args) if "model" in args else args.analyze(args)
     if args.output:
         save(analysis.figure, args.output)
     if args.json:
-        write_json(args.json, dict(about | analysis.report, made_by=made_by))
+        write_json(args.json, dict(analysis.report, made_by=made_by))
     print(*analysis.lines, sep="\n")
     paths = list(filter(None, written.values()))
     if paths:
         print(f"wrote {', '.join(map(str, paths))}")
     return 0
+
+
+def _analyze_model(args: argparse.Namespace) -> Any:
+    """The Analysis of a trained model; for --json its report also names the checkpoint and the data."""
+    if getattr(args, "max_tokens", 1) < 1:
+        raise UserError(f"--max-tokens {args.max_tokens}: a batch holds at least one token.")
+    checkpoint, data = checkpoint_and_data(args.model, args.data)
+    model, task = load_trained(checkpoint, data)
+    args.data = data or Path(task.cfg.data)
+    analysis = args.analyze(args, model, task)
+    if not args.json:
+        return analysis
+    origin = {"checkpoint": str(checkpoint)}
+    if "subset" in args:
+        origin["subset"] = args.subset
+    origin.update({"checkpoint_sha256": checksum(checkpoint), "data": str(args.data)})
+    return analysis._replace(report=origin | analysis.report)

@@ -51,20 +51,17 @@ Segmenter = Callable[[Sequence[str | None]], Iterator[tuple[str, list[int]]]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this analysis."""
-    parser.add_argument(
-        "--module", metavar="NAME", help="such as decoder.layers.0.self_attn (the first)"
-    )
-    parser.add_argument(
-        "--top", type=int, default=10, metavar="N", help="tokens of each expert (10)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--module", metavar="NAME", help="such as decoder.layers.0.self_attn (the first)")
+    add("--top", type=int, default=10, metavar="N", help="tokens of each expert (10)")
+    add(
         "--min-count",
         type=int,
         default=5,
         metavar="N",
         help="only tokens that occur at least N times (5)",
     )
-    parser.add_argument("--words", action="store_true", help="join pieces (@@ or ▁) into words")
+    add("--words", action="store_true", help="join pieces (@@ or ▁) into words")
 
 
 def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
@@ -310,9 +307,7 @@ def _lists(report: dict[str, Any]) -> list[str]:
     """The tokens of each expert, as lines to print."""
     unit = "words" if report["words"] else "tokens"
     hidden = report["masked_out"]
-    masked = ""
-    if hidden is not None:
-        masked = f", {hidden:,} masked positions left out"
+    masked = "" if hidden is None else f", {hidden:,} masked positions left out"
     lines = [f"{report['name']}, {report['tokens_counted']:,} {unit}{masked}; (PMI in nats)"]
     for expert, (share, tokens) in enumerate(zip(report["shares"], report["tokens"])):
         texts = []

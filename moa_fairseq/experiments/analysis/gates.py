@@ -37,10 +37,12 @@ FEW = 10  # the shares of up to ten experts fit on a line of the table, and into
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this analysis."""
-    text = (
-        "draw the gates' weights anew, as in a new model: shows untrained gates on the same inputs"
+    parser.add_argument(
+        "--untrained",
+        type=int,
+        metavar="SEED",
+        help="draw the gates' weights anew, as in a new model: shows untrained gates on the same inputs",
     )
-    parser.add_argument("--untrained", type=int, metavar="SEED", help=text)
 
 
 def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
@@ -143,15 +145,16 @@ def _tables(summaries: list[dict[str, Any]], means: dict[str, dict[str, float]])
             text = f"{len(shares)} experts, {100 * min(shares):.1f} to {100 * max(shares):.1f}"
         rows.append(dict(row, instances=f"{row['instances']:,} {row['instance']}s", shares=text))
     entropies = [Column("entropy", "entropy", ".4f"), Column("uniform_entropy", "ln E", ".3f")]
-    of_gates = [Column("name", "gate"), Column("instances", "instances", ">"), *entropies]
+    of_gates = [
+        Column("name", "gate"),
+        Column("instances", "instances", ">"),
+        *entropies,
+        Column("shares", "share of each expert in %", ">"),
+    ]
     of_kinds = [Column("kind", "mean over gates of"), Column("modules", "gates", "d"), *entropies]
-    kinds = []
-    for kind, mean in means.items():
-        kinds.append({"kind": kind} | mean)
-    gates = Table([*of_gates, Column("shares", "share of each expert in %", ">")], rows).text(
-        terminal_width()
-    )
-    return [gates, "", Table(of_kinds, kinds).text(terminal_width())]
+    kinds = [{"kind": kind} | mean for kind, mean in means.items()]
+    width = terminal_width()
+    return [Table(of_gates, rows).text(width), "", Table(of_kinds, kinds).text(width)]
 
 
 def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:

@@ -210,8 +210,7 @@ def _value_scores(
         index = head * size + expert
         is_chosen = (values.expert_ids == index).any(1).view_as(places.tokens)[:, places.keys]
         effect = effects.value_experts[index] if effects.value_experts else None
-        score = _head_score(name, "expert", expert + 1, attention, effect, is_chosen.cpu())
-        scores.append(score)
+        scores.append(_head_score(name, "expert", expert + 1, attention, effect, is_chosen.cpu()))
     return scores
 
 

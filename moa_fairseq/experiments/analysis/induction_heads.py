@@ -132,7 +132,7 @@ def _table(heads: Sequence[HeadScore]) -> Table:
     """The printed table, with the value experts that were chosen."""
     rows = []
     for head in heads:
-        experts = [f"{part.number}: {part.prefix:.2f}" for part in head.experts if part.chosen]
+        experts = [f"{item.number}: {item.prefix:.2f}" for item in head.experts if item.chosen]
         rows.append(head.record() | {"experts": ", ".join(experts)})
     return Table(_COLUMNS, rows)
 
@@ -153,10 +153,12 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
     prefix_panel, copying_panel = top.subplots(1, 2)
     _draw_matrix(prefix_panel, heads, modules, "prefix", "prefix matching")
     _draw_matrix(copying_panel, heads, modules, "copying", "copying")
-    for head, place in zip(with_maps, bottom.subfigures(1, len(with_maps), squeeze=False)[0]):
+    for head, subfigure in zip(with_maps, bottom.subfigures(1, len(with_maps), squeeze=False)[0]):
         weights, gates = head.map or HeadMap(torch.zeros(1, 1), {})
         layer = modules.index(head.name) + 1
-        draw_map(place, weights, names, gates, f"layer {layer}, {head.label}: {head.prefix:.2f}")
+        draw_map(
+            subfigure, weights, names, gates, f"layer {layer}, {head.label}: {head.prefix:.2f}"
+        )
     figure.suptitle(title, fontsize=10)
     return figure
 

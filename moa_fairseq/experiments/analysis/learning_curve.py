@@ -62,13 +62,10 @@ class LearningCurve:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this analysis."""
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders, or JSON logs"
-    )
-    parser.add_argument(
-        "--metric", choices=sorted(METRICS), default="ppl", help="what to draw (ppl)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders, or JSON logs")
+    add("--metric", choices=sorted(METRICS), default="ppl", help="what to draw (ppl)")
+    add(
         "--from-epoch",
         type=int,
         default=1,
@@ -89,11 +86,11 @@ def analyze(args: argparse.Namespace) -> Analysis:
     if args.from_epoch < 1:
         raise UserError(f"--from-epoch {args.from_epoch}: the first epoch is 1.")
     curves = [read_learning_curve(path, args.metric, args.from_epoch) for path in args.runs]
-    places = list(map(_place, args.runs))
-    common = os.path.commonpath([place.parent for place in places])
+    paths = list(map(_named_path, args.runs))
+    common = os.path.commonpath([path.parent for path in paths])
     # Runs of different folders may have the same last name
-    for curve, place in zip(curves, places):
-        curve.name = place.relative_to(common).as_posix()
+    for curve, path in zip(curves, paths):
+        curve.name = path.relative_to(common).as_posix()
     lines = []
     for curve in curves:
         if curve.valid:
@@ -107,7 +104,7 @@ def analyze(args: argparse.Namespace) -> Analysis:
     )
 
 
-def _place(path: Path) -> Path:
+def _named_path(path: Path) -> Path:
     """The path whose name the curve gets: the run folder, or the log file without its ending."""
     if path.name == "train.jsonl":
         path = path.parent
@@ -138,7 +135,7 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
             f"{file} does not exist: name a run folder of a recipe, or a log in JSON. A plain fairseq-train "
             "keeps none: save what it prints with --log-format json, or have it written with --log-file, too."
         )
-    curve = LearningCurve(_place(path).name)
+    curve = LearningCurve(_named_path(path).name)
     epochs: list[Point] = []  # means of whole epochs
     now: float | None = None  # seconds of training before the record
     earlier = 0.0  # seconds of the processes before this one

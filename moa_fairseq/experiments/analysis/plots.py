@@ -82,8 +82,8 @@ def label_points(
     """
     canvas = FigureCanvasAgg(panel.get_figure(root=True))
     canvas.draw()
-    places = panel.transData.transform([(x, y) for x, y, _ in points])
-    boxes = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    pixels = panel.transData.transform([(x, y) for x, y, _ in points])
+    boxes = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in pixels]
     for ends in strokes:
         (left_end, bottom), (right_end, top) = sorted(panel.transData.transform(ends).tolist())
         low, high = sorted((bottom, top))
@@ -92,8 +92,8 @@ def label_points(
     settings: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "va": "center"}
     # A white background covers the grid
     settings["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-    for place, (x, y, name) in zip(places, points):
-        foreign = [box for box in boxes if not box.contains(*place)]
+    for pixel, (x, y, name) in zip(pixels, points):
+        foreign = [box for box in boxes if not box.contains(*pixel)]
         for distance, angle in itertools.product((9, 16, 23, 30, 40, 50, 65, 80), ANGLES):
             direction = math.radians(angle)
             offset = (distance * math.cos(direction), distance * math.sin(direction))
@@ -105,20 +105,20 @@ def label_points(
             text.update_positions(canvas.get_renderer())
             box = Text.get_window_extent(text)  # without the line
             middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
-            path = Line([place, middle])
-            is_clear = _lies_within(box, panel) and not any(map(box.overlaps, boxes))
-            is_clear = is_clear and not any(line.intersects_bbox(box) for line in lines)
+            path = Line([pixel, middle])
+            clashes = [not _lies_within(box, panel), *map(box.overlaps, boxes)]
+            clashes += [line.intersects_bbox(box) for line in lines]
             if arrow:
-                is_clear = is_clear and not any(map(path.intersects_bbox, foreign))
+                clashes += map(path.intersects_bbox, foreign)
             else:  # without a line, a name belongs to the nearest point
-                nearest = min(math.dist(other, middle) for other in places)
-                is_clear = is_clear and nearest == math.dist(place, middle)
-            if not is_clear:
+                distances = [math.dist(other, middle) for other in pixels]
+                clashes.append(min(distances) < math.dist(pixel, middle))
+            if any(clashes):
                 text.remove()
                 continue
             boxes.append(box)
             if text.arrow_patch:
-                is_far = not box.padded(8).contains(*place)
+                is_far = not box.padded(8).contains(*pixel)
                 text.arrow_patch.set_visible(is_far)
                 if is_far:
                     lines.append(path)

@@ -98,19 +98,15 @@ def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
         gate = routing.gates.detach()[real]
         probs = routing.probs.detach()[real]
         if name not in uses:
-            counts, summed_probability = torch.zeros(
-                2, routing.num_experts - shared, dtype=torch.float64
-            )
+            counts, mass = torch.zeros(2, routing.num_experts - shared, dtype=torch.float64)
             favourites = torch.zeros(probs.size(1), dtype=torch.float64)
-            uses[name] = RouterUse(
-                name, index.size(1) - shared, counts, summed_probability, favourites, routing.scope
-            )
+            k = index.size(1) - shared
+            uses[name] = RouterUse(name, k, counts, mass, favourites, routing.scope)
         use = uses[name]
-        summed_probability = gate.new_zeros(routing.num_experts, dtype=torch.float64)
         use.counts += routing.expert_counts.double().cpu()
-        use.gate_mass += summed_probability.scatter_add(
-            0, index.flatten(), gate.double().flatten()
-        )[shared:].cpu()
+        gate_mass = gate.new_zeros(routing.num_experts, dtype=torch.float64)
+        gate_mass.scatter_add_(0, index.flatten(), gate.double().flatten())
+        use.gate_mass += gate_mass[shared:].cpu()
         use.favourites += torch.bincount(probs.argmax(-1), minlength=probs.size(1)).cpu()
         use.instances += len(probs)
         use.total_entropy += torch.special.entr(probs.double()).sum().item()

@@ -389,22 +389,21 @@ def upgrade_training(entry: Mapping[str, Any]) -> Dict[str, Any]:
     Returns:
         The entry in today's form.
     """
-    inputs = entry.get("inputs")
-    if not isinstance(inputs, dict):
+    if not isinstance(entry.get("inputs"), dict):
         return dict(entry)
+    inputs = dict(entry["inputs"])
     facts = entry.get("facts")
-    goal = entry.get("goal")
     facts = dict(facts) if isinstance(facts, dict) else {}
-    goal = goal if isinstance(goal, dict) else {}
-    sections: Dict[str, Any] = {}
     stops: Dict[str, Any] = {}
     for name in ("model", "train"):
         section = inputs.get(name)
         flags = section.get("flags") if isinstance(section, dict) else None
         if not isinstance(flags, dict):
             continue
-        sections[name] = section | {"flags": _computation_flags(flags)}
+        inputs[name] = section | {"flags": _computation_flags(flags)}
         stops.update({key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None})
         if INTERVAL in flags:
             facts.setdefault(INTERVAL, flags[INTERVAL])
-    return dict(entry, inputs=inputs | sections, facts=facts, goal=stops | goal)
+    goal = entry.get("goal")
+    stops.update(goal if isinstance(goal, dict) else {})
+    return dict(entry, inputs=inputs, facts=facts, goal=stops)

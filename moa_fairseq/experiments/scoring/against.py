@@ -33,17 +33,17 @@ def against(
     Raises:
         UserError: if the references or the settings of the metrics differ.
     """
-    texts = [*first, *second]
-    for number, text in enumerate(texts[1:], 2):
-        if text.references != texts[0].references or _settings_of(text) != _settings_of(texts[0]):
+    output, *others = (*first, *second)
+    for number, text in enumerate(others, 2):
+        if text.references != output.references or _settings_of(text) != _settings_of(output):
             raise UserError(
                 f"output {number} has other references than output 1, or other letters (lower-cased or not): "
                 "only outputs of the same sentences can be compared. Generate both from one test set."
             )
-    metrics = {"BLEU": texts[0].bleu(), "chrF": CHRF(lowercase=texts[0].lowercase)}
+    metrics = {"BLEU": output.bleu(), "chrF": CHRF(lowercase=output.lowercase)}
     rows = [_compare(name, metric, first, second, trials) for name, metric in metrics.items()]
     return {
-        "sentences": len(texts[0].hypotheses),
+        "sentences": len(output.hypotheses),
         "outputs": [len(first), len(second)],
         "metrics": rows,
     }

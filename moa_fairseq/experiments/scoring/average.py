@@ -228,21 +228,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="overwrite an existing FILE (never an input)"
     )
-    add = parser.add_mutually_exclusive_group().add_argument
-    add(
+    numbers = parser.add_mutually_exclusive_group()
+    numbers.add_argument(
         "--num-epoch-checkpoints",
         type=int,
         metavar="N",
         help="average the last N files checkpointE.pt",
     )
-    add(
+    numbers.add_argument(
         "--num-update-checkpoints",
         type=int,
         metavar="N",
         help="average the last N files checkpoint_E_U.pt",
     )
-    text = "use nothing later than this epoch or update"
-    parser.add_argument("--checkpoint-upper-bound", type=int, metavar="M", help=text)
+    parser.add_argument(
+        "--checkpoint-upper-bound",
+        type=int,
+        metavar="M",
+        help="use nothing later than this epoch or update",
+    )
 
 
 def _requested_checkpoints(args: argparse.Namespace) -> list[Path]:

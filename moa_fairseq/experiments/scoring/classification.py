@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.listops import GROUPS
 from moa_fairseq.experiments.scoring.trained_model import batches, device_for, load_trained
+
+_FEW = 10  # the result of a recipe has the accuracies of groups with up to ten values
 
 
 @torch.no_grad()
@@ -56,33 +58,30 @@ def score(
             "is longer than the model reads must be taken out of the subset, or the model trained with more "
             "--max-positions."
         )
-
-    def accuracy(numbers: Iterable[int]) -> dict[str, Any]:
-        hits = [is_correct[number] for number in numbers]
-        return {"score": 100 * sum(hits) / len(hits), "sentences": len(hits)}
-
-    total = accuracy(range(count))
-    total["by"] = {}
+    by_group: dict[str, Any] = {}
     evaluation: dict[str, Any] = {"sentences": count}
     for name, groups in _groups(Path(task.cfg.data) / GROUPS / f"{subset}.tsv", count).items():
         values = {}
         scores = {}
         for value, numbers in sorted(groups.items()):
-            values[value] = accuracy(numbers)
+            values[value] = _accuracy([is_correct[number] for number in numbers])
             scores[str(value)] = round(values[value]["score"], 2)
-        total["by"][name] = values
+        by_group[name] = values
         if len(values) <= _FEW:
             evaluation[f"accuracy_by_{name}"] = scores
-    meta: dict[str, Any] = {
-        "checkpoint": str(checkpoint),
-        "data": str(task.cfg.data),
-        "subset": subset,
+    return {
+        "accuracy": _accuracy(is_correct.values()) | {"by": by_group},
+        "meta": {
+            "checkpoint": str(checkpoint),
+            "data": str(task.cfg.data),
+            "subset": subset,
+            "evaluation": evaluation,
+        },
     }
-    meta["evaluation"] = evaluation
-    return {"accuracy": total, "meta": meta}
 
 
-_FEW = 10  # the result of a recipe has the accuracies of groups with up to ten values
+def _accuracy(hits: Collection[bool]) -> dict[str, Any]:
+    return {"score": 100 * sum(hits) / len(hits), "sentences": len(hits)}
 
 
 def _groups(path: Path, sentences: int) -> dict[str, dict[int, list[int]]]:

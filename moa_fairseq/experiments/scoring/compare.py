@@ -75,29 +75,36 @@ def render(comparison: Comparison, markdown: bool = False) -> str:
         markdown: whether the text is Markdown, not for a terminal.
     """
     blocks: list[str | Table] = []
-    columns = [Column("model", "Model", once=True), Column("measure", "Measure")]
-    columns += [Column("paper", "Paper", ">"), Column("ours", "Ours", ">")]
-    columns += [Column("difference", "Difference", ">")]
     for table in comparison.tables:
         if f"### {table.title}" not in blocks:
             blocks += [f"### {table.title}", f"{table.citation}.", _LEGEND if markdown else ""]
-        by_id = {id(run): run for row in table.rows for run in row.runs}
         blocks.append(f"**Table {table.table}.** {table.caption}.")
-        if markdown:
-            blocks += _line_per_row(table)
-        else:
-            lines = []
-            for row in table.rows:
-                for cell in row.cells:
-                    if cell.status != NO_RECIPE:
-                        lines += lines_of(row, cell)
-            blocks.append(Table(columns, lines))
-            blocks += _without_recipe(table)
+        blocks += _line_per_row(table) if markdown else _line_per_cell(table)
+        by_id: dict[int, dict] = {}
+        for row in table.rows:
+            by_id.update(zip(map(id, row.runs), row.runs))
         blocks += [_evidence([*by_id.values()]), " ".join(table.notes)]
     if runs := comparison.other:
         note = "Runs that differ only in their seed have one line: mean ± standard deviation."
         blocks += ["### Other runs", note, *_other(runs), _evidence(runs)]
     return page(blocks, markdown)
+
+
+def _line_per_cell(table: PaperTable) -> list[str | Table]:
+    """A line for each number of a paper's table, and the numbers without a recipe below."""
+    columns = [
+        Column("model", "Model", once=True),
+        Column("measure", "Measure"),
+        Column("paper", "Paper", ">"),
+        Column("ours", "Ours", ">"),
+        Column("difference", "Difference", ">"),
+    ]
+    lines = []
+    for row in table.rows:
+        for cell in row.cells:
+            if cell.status != NO_RECIPE:
+                lines += lines_of(row, cell)
+    return [Table(columns, lines), *_without_recipe(table)]
 
 
 def _line_per_row(table: PaperTable) -> list[str | Table]:
@@ -204,8 +211,10 @@ def _other(runs: list[dict]) -> list[Table]:
         command = _FILE_OF_A_RECIPE.sub(r"\1", command)
         facts = map(str, selected(run, keys).values())
         group = alike[(run["experiment"], command, *facts)]
-        seeds = {None, *(run.get("seed") for run in group)} if group else {}
-        (alike[(id(run),)] if run.get("seed") in seeds else group).append(run)
+        # A run without a seed, or with the same seed, has a line of its own
+        if group and run.get("seed") in {None, *(other.get("seed") for other in group)}:
+            group = alike[(id(run),)]
+        group.append(run)
     tables: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for group in alike.values():
         first = group[0]
@@ -226,8 +235,9 @@ def _other(runs: list[dict]) -> list[Table]:
             minutes = statistics.mean(run.get("train_seconds") or 0 for run in group) / 60
             line["time"] = f"{minutes:.1f} min" if minutes < 60 else f"{minutes / 60:.1f} h"
         tables[tuple(metrics)].append(line)
-    columns = [Column("run", "Run"), *(Column(key, head, ">") for key, head in SCORES.items())]
-    columns += [
+    columns = [
+        Column("run", "Run"),
+        *(Column(key, head, ">") for key, head in SCORES.items()),
         Column("size", "#Params", ">"),
         Column("time", "Training", ">"),
         Column("status", "Status"),
@@ -258,16 +268,13 @@ def _evidence(runs: list[dict]) -> str:
         seeds = [run.get("seed") for run in group]
         names = []
         for run, seed in zip(group, seeds):
-            score = run["metrics"].get(run.get("headline"))
             details = []
-            if score:
+            if score := run["metrics"].get(run.get("headline")):
                 details.append(f"{score:.2f}")
             if len(set(seeds)) > 1:
                 details.append(f"seed {seed}")
             name = f"`{run['name']}`"
-            if details:
-                name += f" ({', '.join(details)})"
-            names.append(name)
+            names.append(f"{name} ({', '.join(details)})" if details else name)
         if len(set(seeds)) == 1 and seeds[0] is not None:
             notes.append(f"seed {seeds[0]}")
         lines.append(f"- {', '.join(names)}: {', '.join(notes) or 'nothing else is recorded'}")
@@ -303,11 +310,8 @@ def run(args: argparse.Namespace) -> int:
         args.results or default_results(), files, args.paper, args.measured
     )
     if args.json:
-        print(
-            json.dumps(
-                {"schema": SCHEMA} | dataclasses.asdict(comparison), indent=2, ensure_ascii=False
-            )
-        )
-    else:
-        print(render(comparison, args.markdown), end="")
+        content = {"schema": SCHEMA} | dataclasses.asdict(comparison)
+        print(json.dumps(content, indent=2, ensure_ascii=False))
+        return 0
+    print(render(comparison, args.markdown), end="")
     return 0

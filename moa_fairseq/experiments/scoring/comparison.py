@@ -200,17 +200,18 @@ def _tables(
             if runs_of_row or not only_measured:
                 rows.append(_row(table, row, runs_of_row, counted))
         if rows:
-            paper_table = PaperTable(
-                paper=paper,
-                name=content.get("name", paper),
-                title=content["title"],
-                citation=content["citation"],
-                table=table["table"],
-                caption=table["caption"],
-                notes=table.get("notes", []),
-                rows=rows,
+            tables.append(
+                PaperTable(
+                    paper=paper,
+                    name=content.get("name", paper),
+                    title=content["title"],
+                    citation=content["citation"],
+                    table=table["table"],
+                    caption=table["caption"],
+                    notes=table.get("notes", []),
+                    rows=rows,
+                )
             )
-            tables.append(paper_table)
     return tables
 
 

@@ -135,8 +135,9 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
         elif module in stated:
             continue
         elif type(module).__name__ == "MultiheadAttention":
-            cost.macs["attention_matmul"] += 2 * queries * keys * module.embed_dim
-            cost.attention_macs += 2 * queries * keys * module.embed_dim
+            products = 2 * queries * keys * module.embed_dim
+            cost.macs["attention_matmul"] += products
+            cost.attention_macs += products
         elif isinstance(module, nn.Linear) or type(module).__name__ in _TIED_OUTPUTS:
             # All bands of an adaptive softmax count
             products = module.get_parameter("weight").numel() * queries
@@ -286,15 +287,12 @@ def as_json(cost: Cost) -> dict[str, Any]:
 def as_text(title: str, cost: Cost) -> str:
     """The report as a table for people."""
     report = as_json(cost)
-    remainder = (
-        report["parameters"] - cost.parameters["output"],
-        report["macs"] - report["output_macs"],
-    )
+    without_output = report["parameters"] - cost.parameters["output"]
     rows = [(label, cost.parameters[part], cost.macs[part]) for part, label in PARTS.items()]
     rows += [
         ("total", report["parameters"], report["macs"]),
         ("  attention, total", report["attention_parameters"], report["attention_macs"]),
-        ("  without the output layer", *remainder),
+        ("  without the output layer", without_output, report["macs"] - report["output_macs"]),
     ]
     table: list[dict[str, Any]] = []
     for label, parameters, macs in rows:
@@ -316,8 +314,9 @@ def as_text(title: str, cost: Cost) -> str:
         Column("part", "part"),
         Column("parameters", "parameters", ","),
         Column("macs", "MACs", ","),
+        Column("note", ""),
     ]
-    lines = [title, "", Table([*columns, Column("note", "")], table).text(terminal_width())]
+    lines = [title, "", Table(columns, table).text(terminal_width())]
     if cost.cache_bytes is not None:
         lines.append(f"cache: {cost.cache_bytes:,} bytes per token and layer, 2 bytes per value")
     if cost.not_counted:

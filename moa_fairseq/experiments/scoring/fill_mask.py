@@ -23,17 +23,12 @@ from moa_fairseq.experiments.scoring.trained_model import load_masked_lm
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq fill-mask`."""
-    parser.add_argument(
-        "checkpoint", type=Path, help="a masked language model, such as a run's average.pt"
-    )
-    parser.add_argument("text", help="a text with one <mask>")
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="binarised text (default: that of training)"
-    )
-    parser.add_argument(
-        "--top", type=int, default=5, metavar="N", help="how many tokens (%(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="a masked language model, such as a run's average.pt")
+    add("text", help="a text with one <mask>")
+    add("--data", type=Path, metavar="DIR", help="binarised text (default: that of training)")
+    add("--top", type=int, default=5, metavar="N", help="how many tokens (%(default)s)")
+    add("--json", action="store_true", help="print JSON")
 
 
 def symbols_of(parts: Sequence[str], encoder: Encoder, dictionary: Dictionary) -> Tensor:
@@ -79,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"The text has {len(symbols)} subwords, the model positions for {limit}: shorten it."
         )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for token, probability in islice(
         _ranked_tokens(model.eval(), task, encoder, symbols), args.top
     ):

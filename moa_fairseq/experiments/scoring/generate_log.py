@@ -98,7 +98,9 @@ def _parse(path: str | Path) -> tuple[dict[str, dict[int, str]], str | None, boo
     for number, line in enumerate(read_lines(path), 1):
         match = _ENTRY.match(line)
         if match is None:
-            is_complete = is_complete or _is_last_line(line)
+            generate = _LAST_LINE.search(line)
+            if generate and _WITH_BEAM.search(line, generate.end()):
+                is_complete = True
             # The log names the source's dictionary first and the target's last
             if dictionary := _DICTIONARY.search(line):
                 language = dictionary[1]
@@ -119,11 +121,6 @@ def _parse(path: str | Path) -> tuple[dict[str, dict[int, str]], str | None, boo
     return entries, language, is_complete
 
 
-def _is_last_line(line: str) -> bool:
-    generate = _LAST_LINE.search(line)
-    return generate is not None and _WITH_BEAM.search(line, generate.end()) is not None
-
-
 def beside_recipe(path: str | Path) -> tuple[Path, str | None]:
     """A file with translations, and the target language from a recipe.yaml next to it.
 
@@ -140,8 +137,7 @@ def beside_recipe(path: str | Path) -> tuple[Path, str | None]:
     folder = path_given if path_given.is_dir() else path_given.parent
     file = folder / "recipe.yaml"
     remedy = "Restore it; or remove it, and say --target-lang."
-    recipe: Any
-    recipe = read_yaml(file, remedy) if file.is_file() else {}
+    recipe: Any = read_yaml(file, remedy) if file.is_file() else {}
     check_kinds(recipe, {"data": MAPPING, "generate": MAPPING}, str(file), remedy)
     data = recipe.get("data") or {}
     generate = recipe.get("generate") or {}

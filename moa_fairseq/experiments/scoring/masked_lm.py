@@ -156,15 +156,17 @@ def score(
     device = device_for(cpu)
     model = model.to(device).eval()
     results = [measure(model, task, subset, seed, max_tokens, device) for seed in seeds]
-    values = {"masked_lm_ppl": (list(map(Masking.perplexity, results)), "all masked tokens")}
-    text_ppl = list(map(Masking.text_perplexity, results))
-    values["masked_lm_text_ppl"] = (text_ppl, "masked tokens but <s>, </s>")
-    spaces = facts and not lacks_spaces(lang, facts["words"], facts.get("filled", 0))
-    if spaces:
-        by_words = [r.word_perplexity(facts["words"], facts["lines"]) for r in results]
-        values["masked_lm_word_ppl"] = (by_words, "shared out to words and ends of line")
+    perplexities = list(map(Masking.perplexity, results))
+    scores = {"masked_lm_ppl": _summary(perplexities, "all masked tokens")}
+    perplexities = list(map(Masking.text_perplexity, results))
+    scores["masked_lm_text_ppl"] = _summary(perplexities, "masked tokens but <s>, </s>")
+    has_spaces = bool(facts) and not lacks_spaces(lang, facts["words"], facts.get("filled", 0))
+    if has_spaces:
+        perplexities = [r.word_perplexity(facts["words"], facts["lines"]) for r in results]
+        over = "shared out to words and ends of line"
+        scores["masked_lm_word_ppl"] = _summary(perplexities, over)
     (symbols,) = count_symbols(Path(task.cfg.data), (), [subset]).values()
-    meta = {
+    scores["meta"] = {
         "checkpoint": str(checkpoint),
         "data": str(task.cfg.data),
         "subset": subset,
@@ -180,18 +182,19 @@ def score(
         "masked_tokens": [sum(result.masked.values()) for result in results],
         "text": facts,
         "dictionary": manifest.get("dictionary"),
-        "warnings": _warnings(task.cfg, subset, facts, results[0].tokens, bool(spaces)),
+        "warnings": _warnings(task.cfg, subset, facts, results[0].tokens, has_spaces),
     }
-    scores: Values = {}
-    for name, (perplexities, over) in values.items():
-        scores[name] = {
-            "score": statistics.mean(perplexities),
-            "sd": statistics.stdev(perplexities) if len(perplexities) > 1 else None,
-            "values": perplexities,
-            "over": over,
-        }
-    scores["meta"] = meta
     return scores
+
+
+def _summary(perplexities: list[float], over: str) -> Values:
+    """The mean and the standard deviation over the maskings; `over` says which tokens count."""
+    return {
+        "score": statistics.mean(perplexities),
+        "sd": statistics.stdev(perplexities) if len(perplexities) > 1 else None,
+        "values": perplexities,
+        "over": over,
+    }
 
 
 def _warnings(
@@ -232,19 +235,25 @@ def run(args: argparse.Namespace) -> int:
         flag = "--maskings" if args.maskings < 1 else "--max-tokens"
         raise UserError(f"{flag} must be at least 1.")
     seeds = list(range(args.mask_seed, args.mask_seed + args.maskings))
-    passed = (args.max_tokens, args.cpu, args.sample_break_mode, args.target_lang)
-    scores = score(args.masked_lm, args.data, args.subset, seeds, *passed)
+    scores = score(
+        args.masked_lm,
+        args.data,
+        args.subset,
+        seeds,
+        args.max_tokens,
+        args.cpu,
+        args.sample_break_mode,
+        args.target_lang,
+    )
     for warning in scores["meta"]["warnings"]:
         print(f"moa-fairseq score: warning: {warning}", file=sys.stderr)
     if args.json:
         print(json.dumps(scores, indent=2))
         return 0
+    meta = scores.pop("meta")
     for name, summary in scores.items():
-        if name != "meta":
-            spread = ""
-            if summary["sd"] is not None:
-                spread = f" ± {summary['sd']:.3f}"
-            print(f"{name:<19} {summary['score']:.3f}{spread}  [{summary['over']}]")
-    evaluation = ", ".join(f"{key} {value}" for key, value in scores["meta"]["evaluation"].items())
+        spread = "" if summary["sd"] is None else f" ± {summary['sd']:.3f}"
+        print(f"{name:<19} {summary['score']:.3f}{spread}  [{summary['over']}]")
+    evaluation = ", ".join(f"{key} {value}" for key, value in meta["evaluation"].items())
     print(f"{args.subset}: {evaluation}; base: e^(nats per token)")
     return 0

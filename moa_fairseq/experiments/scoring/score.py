@@ -76,7 +76,9 @@ from moa_fairseq.experiments.scoring.text_marks import (
 from moa_fairseq.experiments.tables import Column, Table, terminal_width, values_of
 from moa_fairseq.text.subwords import join_subwords
 
-SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
+Output = tuple[
+    Texts, dict[str, Any]
+]  # the texts of a system's output, and facts about them for --json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--remove-bpe",
-        choices=SUBWORDS,
+        choices=["auto", "none", "subword_nmt", "sentencepiece"],
         help="join subwords first; auto looks for the marks (@@ or ▁) on each side separately (default: "
         "auto for a log, none for files)",
     )
@@ -203,7 +205,7 @@ def run(args: argparse.Namespace) -> int:
             )
         ours = [read(path, args) for path in paths]
         theirs = [read(path, args) for path in args.against]
-        return _compare([ours, theirs], args.json)
+        return _compare(ours, theirs, args.json)
     if len(paths) > 1:
         raise UserError(
             f"{len(paths)} outputs: give one, or one for each seed and --against others."
@@ -274,14 +276,12 @@ def _warn(warnings: Iterable[str]) -> None:
         print(printable(f"moa-fairseq score: warning: {warning}"), file=sys.stderr)
 
 
-def _compare(systems: list[list[tuple[Texts, dict[str, Any]]]], as_json: bool) -> int:
-    """Compare two systems, each with a list of the outputs that `_from_log` or `_from_files` returned."""
-    running = []
-    for outputs in systems:
-        for _, meta in outputs:
-            _warn(meta["warnings"])
-        running.append([running_text(texts) for texts, _ in outputs])
-    first, second = running
+def _compare(ours: list[Output], theirs: list[Output], as_json: bool) -> int:
+    """Compare the outputs of two systems."""
+    for _, meta in (*ours, *theirs):
+        _warn(meta["warnings"])
+    first = [running_text(texts) for texts, _ in ours]
+    second = [running_text(texts) for texts, _ in theirs]
     _warn(dict.fromkeys(text.warning for text in (*first, *second) if text.warning))
     content = against(first, second)
     if as_json:
@@ -305,7 +305,7 @@ def _compare(systems: list[list[tuple[Texts, dict[str, Any]]]], as_json: bool) -
     return 0
 
 
-def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
+def _from_log(path: str, args: argparse.Namespace) -> Output:
     """The texts of a log, and facts about them for --json."""
     file, language = beside_recipe(path)
     log = read_generate_log(file, args.allow_partial)
@@ -324,19 +324,16 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
     hypotheses = [line.replace("<unk>", "\ufdd1") for line in hypotheses]
     references = [[line.replace("<<unk>>", "\ufdd0") for line in targets]]
     raw = [_raw_lines(args.raw_reference, file, log)] if args.raw_reference else None
-    meta = {
+    meta: dict[str, Any] = {
         "input": str(file),
         "lines": len(log.ids),
         "hypothesis_lines": "D" if is_decoded else "H",
         "subwords_joined": {"hypotheses": kind, "references": [target_kind]},
-        "target_lang": language or "de",
         "complete": log.complete,
-        "warnings": _log_warnings(file, log, args.allow_partial)
-        + _language_warnings(file, language),
-        "without_spaces": _lacks_spaces(language, references),
-    }
-    tokenizer = args.sacrebleu_tokenizer
-    return Texts(hypotheses, references, language or "de", is_running, raw, tokenizer), meta
+    } | _language_facts(file, language, references)
+    meta["warnings"] += _log_warnings(file, log, args.allow_partial)
+    lang = meta["target_lang"]
+    return Texts(hypotheses, references, lang, is_running, raw, args.sacrebleu_tokenizer), meta
 
 
 def _raw_lines(path: str, log_file: Path, log: GenerateLog) -> list[str]:
@@ -350,17 +347,21 @@ def _raw_lines(path: str, log_file: Path, log: GenerateLog) -> list[str]:
     return [lines[i] for i in log.ids]
 
 
-def _language_warnings(path: str | Path, language: str | None) -> list[str]:
-    """A warning about a text of an unknown language, which is scored as German."""
-    if language:
-        return []
-    return [f"{path} does not name its language, so German is assumed: say --target-lang"]
-
-
-def _lacks_spaces(language: str | None, references: list[list[str]]) -> bool:
-    """Whether the references have no spaces between words."""
+def _language_facts(
+    path: str | Path, language: str | None, references: Iterable[Iterable[str]]
+) -> dict[str, Any]:
+    """The language of a text, which is German if it is unknown, and whether spaces separate its words."""
     lines = [line.split() for line in itertools.chain.from_iterable(references) if line.strip()]
-    return lacks_spaces(language, sum(map(len, lines)), len(lines))
+    warnings = []
+    if not language:
+        warnings.append(
+            f"{path} does not name its language, so German is assumed: say --target-lang"
+        )
+    return {
+        "target_lang": language or "de",
+        "warnings": warnings,
+        "without_spaces": lacks_spaces(language, sum(map(len, lines)), len(lines)),
+    }
 
 
 def _log_warnings(path: Path, log: GenerateLog, allow_partial: bool) -> list[str]:
@@ -393,7 +394,7 @@ def _log_warnings(path: Path, log: GenerateLog, allow_partial: bool) -> list[str
     return warnings
 
 
-def _from_files(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
+def _from_files(path: str, args: argparse.Namespace) -> Output:
     """The texts of --hypothesis and --reference, and facts about them for --json."""
     raws = [args.raw_reference] if args.raw_reference else []
     texts = {file: read_lines(file) for file in (path, *args.reference, *raws)}
@@ -410,18 +411,16 @@ def _from_files(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, A
     joined, kind = _joined(hypotheses, subwords)
     references, reference_kinds = zip(*(_joined(texts[file], subwords) for file in args.reference))
     language = args.target_lang or beside_recipe(path)[1]
-    meta = {
+    meta: dict[str, Any] = {
         "input": path,
         "references": args.reference,
         "lines": len(hypotheses),
         "subwords_joined": {"hypotheses": kind, "references": list(reference_kinds)},
-        "target_lang": language or "de",
-        "warnings": _language_warnings(path, language),
-        "without_spaces": _lacks_spaces(language, references),
-    }
+    } | _language_facts(path, language, references)
     raw = [texts[file] for file in raws] or None
+    lang = meta["target_lang"]
     tokenizer = args.sacrebleu_tokenizer
-    return Texts(joined, [*references], language or "de", args.detokenized, raw, tokenizer), meta
+    return Texts(joined, list(references), lang, args.detokenized, raw, tokenizer), meta
 
 
 def _joined(lines: list[str], requested: str) -> tuple[list[str], str]:

@@ -159,7 +159,7 @@ def approximate_randomisation(
     """
     pooled = np.concatenate([first, second])  # [S1 + S2, N, F]
     ours = len(first)
-    (runs, sentences, counts) = pooled.shape
+    runs, sentences, counts = pooled.shape
     flat = pooled.reshape(-1, counts)  # taking rows is faster than take_along_axis
     columns = np.arange(sentences)
     random = np.random.default_rng(seed)
