@@ -396,7 +396,7 @@ def upgrade_training(entry: Mapping[str, Any]) -> Dict[str, Any]:
     facts = dict(facts) if isinstance(facts, dict) else {}
     stops: Dict[str, Any] = {}
     for name in ("model", "train"):
-        section = inputs.get(name)
+        section: Any = inputs.get(name)
         flags = section.get("flags") if isinstance(section, dict) else None
         if not isinstance(flags, dict):
             continue
