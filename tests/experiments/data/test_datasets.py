@@ -114,7 +114,7 @@ def test_iwslt14(prepare, miniature, source, target):
     assert len(set(dictionaries(root))) == 2
 
 
-@pytest.mark.parametrize(("source", "target"), [("en", "de"), ("en", "fr"), ("fr", "en")])
+@pytest.mark.parametrize(("source", "target"), [("en", "de"), ("fr", "en")])
 def test_multi30k(prepare, miniature, source, target):
     prepared, root = prepare("multi30k", miniature("multi30k"), source=source, target=target)
     assert prepared.sentences == {"train": 60, "valid": 5, "test": 6, "test1": 4, "test2": 3}
@@ -259,8 +259,9 @@ def test_gpt2s_encoding(prepare, toy_wiki, toy_gpt2, said):
         ("text_gpt2bpe", "{}.raw.gz"),
     ],
 )
-def test_running_text_under_its_other_names(prepare, toy_wiki, tmp_path, recipe, name):
-    plain, _ = prepare("wikitext2_gpt2bpe", toy_wiki, "plain")
+def test_running_text_under_its_other_names(
+    prepare, toy_wiki, toy_wiki_data, tmp_path, recipe, name
+):
     (tmp_path / "own").mkdir()
     for path in toy_wiki.iterdir():
         content = (
@@ -268,9 +269,8 @@ def test_running_text_under_its_other_names(prepare, toy_wiki, tmp_path, recipe,
         )
         (tmp_path / "own" / name.format(path.name.split(".")[1])).write_bytes(content)
     other, _ = prepare(recipe, tmp_path / "own")
-    assert (other.folder / "train.bin").read_bytes() == (
-        plain.folder / "train.bin"
-    ).read_bytes()
+    expected = (toy_wiki_data / "train.bin").read_bytes()
+    assert (other.folder / "train.bin").read_bytes() == expected
     # the raw text of a set comes before its other editions
     if recipe == "wikitext2_gpt2bpe":
         shutil.copytree(toy_wiki, tmp_path / "own", dirs_exist_ok=True)
@@ -278,8 +278,9 @@ def test_running_text_under_its_other_names(prepare, toy_wiki, tmp_path, recipe,
         assert read_manifest(again.folder)["splits"]["test"]["file"] == "wiki.test.raw"
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", ["iwslt14_de_en", "wmt14_en_de_vaswani"])
+@pytest.mark.parametrize(
+    ("name", "packed"), [("iwslt14_de_en", True), ("wmt14_en_de_vaswani", False)]
+)
 def test_extracted_files_serve_as_well_as_archives(
     prepare, miniature, tmp_path, made, name, packed
 ):

@@ -98,17 +98,8 @@ def test_a_number_that_no_text_has(tmp_path, asked):
 
 @pytest.mark.thorough(keep="[5]")
 @pytest.mark.parametrize("asked", [5, 99_999])
-def test_the_number_that_an_error_names_is_learnt(own, tmp_path, capsys, asked):
-    line = [
-        "prepare",
-        "text_sp",
-        str(tmp_path / "out"),
-        "--from",
-        str(own("")),
-        "--workers",
-        "1",
-        "--bpe",
-    ]
+def test_the_number_that_an_error_names_is_learnt(own, tmp_path, capsys, asked, in_process):
+    line = f"prepare text_sp {tmp_path}/out --from {own('')} --workers 1 --bpe".split()
     assert main([*line, str(asked)]) == 2
     number = re.search(r"--bpe (\d+)", capsys.readouterr().err)[1]
     assert main([*line, number]) == 0
