@@ -39,8 +39,12 @@ class Translator(torch.nn.Module):
 
     def __init__(self, source_symbols, target_symbols):
         super().__init__()
-        self.encoder = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(source_symbols, 4)})
-        self.decoder = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(target_symbols, 4)})
+        self.encoder = torch.nn.ModuleDict(
+            {"embed_tokens": torch.nn.Embedding(source_symbols, 4)}
+        )
+        self.decoder = torch.nn.ModuleDict(
+            {"embed_tokens": torch.nn.Embedding(target_symbols, 4)}
+        )
 
     def forward(self, source, lengths, tokens):
         context = self.encoder["embed_tokens"](source).mean(1, keepdim=True)

@@ -172,7 +172,9 @@ def test_a_kill_between_writing_and_renaming(write, old):
     assert not list(old.parent.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("name", ["notes.tmp", "train.log.tmp", "model.pt.tmp", "checkpoint.tmp"])
+@pytest.mark.parametrize(
+    "name", ["notes.tmp", "train.log.tmp", "model.pt.tmp", "checkpoint.tmp"]
+)
 def test_temporary_files_of_others_stay(old, name):
     leftover = old.with_name("checkpoint_1_50.pt.tmp")
     leftover.write_bytes(b"half")

@@ -1,6 +1,7 @@
 """SIGTERM at an update: what is saved there and what that update still validates."""
 
 import signal
+import sys
 
 import pytest
 from fairseq import checkpoint_utils
@@ -66,6 +67,20 @@ def test_what_an_update_saves_and_validates(
         assert ("best" in extra, "patience" in extra) == (best, patience)
     if NUMBERED in files:
         assert load_checkpoint(tmp_path / NUMBERED)["extra_state"]["val_loss"] == extra["best"]
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, lambda *_: None])
+def test_a_handler_that_the_caller_has_set_stays(monkeypatch, handler):
+    monkeypatch.setattr(sys, "argv", ["fairseq-train"])
+    monkeypatch.setattr(program, "validate_and_save", program.validate_and_save)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        save_on_sigterm.install()
+        installed = signal.getsignal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    expected = save_on_sigterm._remember if handler is signal.SIG_DFL else handler
+    assert installed is expected
 
 
 @pytest.mark.thorough
