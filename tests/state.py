@@ -96,36 +96,29 @@ def names_at_module_level(tree):
                 yield target.id, statement.value
 
 
-def is_changed(tree, name):
-    """Whether a function of the module writes into a module-level name, or rebinds it."""
+def changed_in(tree):
+    """The names outside of its functions that a module's functions write into, or rebind."""
     for function in ast.walk(tree):
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         bound = {each.arg for each in ast.walk(function) if isinstance(each, ast.arg)}
+        written = set()
         for node in ast.walk(function):
-            if isinstance(node, ast.Global) and name in node.names:
-                return True
+            if isinstance(node, ast.Global):
+                yield from node.names
             for target in targets_of(node):
                 if isinstance(target, ast.Name):
                     bound.add(target.id)
-        for node in ast.walk(function):
-            for target in targets_of(node):
-                if (
-                    not isinstance(target, ast.Name)
-                    and root_of(target)[0] == name
-                    and name not in bound
-                ):
-                    return True
+                else:
+                    written.add(root_of(target)[0])
+            called = node.func if isinstance(node, ast.Call) else None
             if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr in CHANGES
-                and isinstance(node.func.value, ast.Name)
-                and node.func.value.id == name
-                and name not in bound
+                isinstance(called, ast.Attribute)
+                and called.attr in CHANGES
+                and isinstance(called.value, ast.Name)
             ):
-                return True
-    return False
+                written.add(called.value.id)
+        yield from written - bound
 
 
 def changed_from_outside(tree):
@@ -164,9 +157,10 @@ def found_in(tree, room):
     """The names of a file's state."""
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     changing = {kind.name for kind in classes if [*writes_of(kind)]}
+    changed = set(changed_in(tree))
     for name, value in names_at_module_level(tree):
         made_by = last_name(value) if isinstance(value, ast.Call) else ""
-        if made_by in HOLDERS | changing or is_changed(tree, name):
+        if made_by in HOLDERS | changing or name in changed:
             yield name
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

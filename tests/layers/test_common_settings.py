@@ -1,11 +1,13 @@
-"""Rotary settings, norms of queries and keys, and windows of every family, in float64 against loops."""
+"""Rotary settings, norms and windows of every family, in float64 against loops, and under torch's tools."""
 
+import copy
 import math
 from functools import partial
 
 import equations
 import pytest
 import torch
+from threads import THREADS, assert_same_in_threads
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers import (
@@ -107,6 +109,7 @@ def hidden_keys(module):
     return torch.zeros(T, T, dtype=torch.float64).masked_fill(hidden, -math.inf)
 
 
+@pytest.mark.thorough(keep=("[MoA-", "[dense-", "all"))
 @pytest.mark.parametrize(("family", "name"), TAKEN)
 def test_output_and_every_gradient(family, name):
     module = build(family, name)
@@ -127,6 +130,7 @@ def test_output_and_every_gradient(family, name):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.thorough(keep=("[MoA-", "[dense-", "all"))
 @pytest.mark.parametrize(("family", "name"), STEPS)
 def test_step_by_step_with_padding_reordered_and_trimmed(family, name):
     """Also with the padding, or a mask, of all positions, those that a window has dropped included."""
@@ -312,3 +316,86 @@ def test_norms_of_cross_attention_with_cached_keys(family):
     torch.testing.assert_close(whole, FAMILIES[family][1](module, x, memory, None, None, None))
     steps = [module(x[:, t : t + 1], memory, cache=cache) for t in range(T)]
     torch.testing.assert_close(torch.cat(steps, 1), whole)
+
+
+def relative_error(found, exact):
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "name"), [pair for pair in TAKEN if pair[1] == "all"])
+def test_autocast_whole_and_step_by_step(family, name):
+    """Angles, norms and routers stay wide; what the bfloat16 of a product loses is all that is lost."""
+    module = build(family, name)
+    x = torch.randn(B, T, module.embed_dim, dtype=torch.float64)
+    exact = module(x, causal=True)
+    narrow = module.float()
+    cache = narrow.new_cache()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert relative_error(narrow(x.float(), causal=True), exact) < 0.03
+        steps = [narrow(x[:, t : t + 1].float(), cache=cache) for t in range(T)]
+    assert relative_error(torch.cat(steps, 1), exact) < 0.03
+
+
+ODD = pytest.mark.parametrize(("family", "name"), [("MoA", "all"), ("dense", "dynamic")])
+
+
+@pytest.mark.thorough(keep="dynamic")
+@ODD
+def test_exported_with_any_length(family, name):
+    module = build(family, name)
+    length = torch.export.Dim("length", min=2, max=64)
+    exported = torch.export.export(
+        module,
+        (torch.randn(B, T, module.embed_dim, dtype=torch.float64),),
+        {"causal": True},
+        dynamic_shapes={"x": {1: length}, "causal": None},
+    ).module()
+    for tokens in (2, 30):
+        x = torch.randn(B, tokens, module.embed_dim, dtype=torch.float64)
+        torch.testing.assert_close(exported(x, causal=True), module(x, causal=True))
+
+
+@ODD
+def test_eight_threads_have_the_results_of_one(family, name):
+    """Steps with a cache each, and gradients, of one module."""
+    module = build(family, name)
+    texts = torch.randn(THREADS, B, T, module.embed_dim, dtype=torch.float64)
+
+    def run(number):
+        x = texts[number]
+        with torch.no_grad():
+            cache = module.new_cache()
+            steps = [module(part, causal=True, cache=cache) for part in x.split(2, 1)]
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(module(leaf, causal=True).square().sum(), leaf)
+        return torch.cat(steps, 1), gradient
+
+    assert_same_in_threads(run, 1)
+
+
+def gradients_by_two(rank, folder):
+    """One of two processes: half of each batch, by DistributedDataParallel, against the whole batch."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
+    )
+    for family in FAMILIES:
+        module = build(family, "base" if family == "latent" else "norm")
+        whole = copy.deepcopy(module)
+        wrapped = torch.nn.parallel.DistributedDataParallel(module)
+        torch.manual_seed(2)
+        # The second pass fails where a parameter of the first had no gradient
+        for _ in range(2):
+            x = torch.randn(2 * B, T, module.embed_dim, dtype=torch.float64)
+            wrapped(x.chunk(2)[rank], causal=True).square().sum().mul(2).backward()
+            whole(x, causal=True).square().sum().backward()
+        for one, other in zip(module.parameters(), whole.parameters()):
+            if other.grad is not None:
+                torch.testing.assert_close(one.grad, other.grad)
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_have_the_gradients_of_one(tmp_path):
+    torch.multiprocessing.start_processes(
+        gradients_by_two, args=(tmp_path,), nprocs=2, start_method="fork"
+    )

@@ -300,10 +300,11 @@ def exact(family, case):
 
 @pytest.mark.thorough(
     keep=(
-        "-grouped-",
-        "-reference-self-attention",
+        "-grouped-self-attention",
+        "-grouped-causal and padding",
+        "-grouped-cross-attention",
+        "-grouped-an expert",
         "-reference-causal and padding",
-        "-reference-cross-attention",
     )
 )
 @pytest.mark.parametrize("case", CASES)

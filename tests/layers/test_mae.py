@@ -206,28 +206,6 @@ def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, c
     )
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_padding_and_neighbours_are_irrelevant(causal, training):
-    module = build(causal=causal, gate_dropout=0.0).train(training)
-    x = inputs().detach()
-    mask = FUTURE if causal else None
-    out, _ = gate_of(module, x, key_padding_mask=PADDING, attn_mask=mask)
-    seen = module.gate.norm.pending.clone()
-    alone, decision = gate_of(
-        module, x[:4, 1:2], attn_mask=None if mask is None else mask[:4, :4]
-    )
-    torch.testing.assert_close(out[:4, 1:2], alone)
-    assert decision.padding is None
-    module.gate.norm.pending.zero_()
-    x[4:, 1] = 1e6  # what stands under the padding
-    again, _ = gate_of(module, x, key_padding_mask=PADDING, attn_mask=mask)
-    torch.testing.assert_close(again[:4, 1], out[:4, 1])
-    torch.testing.assert_close(module.gate.norm.pending, seen)
-    fully_masked = torch.ones(3, 6, dtype=torch.bool)
-    assert gate_of(module, x, key_padding_mask=fully_masked)[0].isfinite().all()
-
-
 def test_random_experts_differ_between_modules_and_seeds_and_are_fair():
     names = [
         f"decoder.layers.{layer}.{kind}_attn"

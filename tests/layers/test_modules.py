@@ -1,4 +1,4 @@
-"""Attentions as modules: copies, names, collectors, masks that leave a query nothing, the search for NaN."""
+"""Attentions as modules: copies, names, collectors, retained dropout, padding that is declared."""
 
 import copy
 import pickle
@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from fairseq.modules.fairseq_dropout import FairseqDropout
-from fairseq.nan_detector import NanDetector
 from time_first import MixtureOfAttention, MixtureOfAttentiveExperts
 
 from moa_fairseq.layers.expert_draw import ExpertDraw
@@ -54,23 +53,6 @@ def test_a_copy_without_a_path_has_a_name_of_its_own_and_one_with_a_path_keeps_i
     assert copy.deepcopy(attention).name == "decoder.layers.0.self_attn"
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize(
-    "mask", [torch.ones(4, 4, dtype=torch.bool), torch.full((4, 4), -torch.inf)]
-)
-def test_a_query_whose_mask_blocks_every_key_gets_zeros(mask, need_weights):
-    mask = mask.clone()
-    mask[0] = False if mask.dtype == torch.bool else 0.0
-    torch.manual_seed(0)
-    attention = moa(self_attention=True)
-    x = torch.randn(4, 2, WIDTH, requires_grad=True)
-    out, weights = attention(x, x, x, attn_mask=mask, need_weights=need_weights)
-    assert out[0].abs().max() > 0 and (out[1:] == 0).all()
-    assert weights is None or (weights[:, 1:] == 0).all()
-    out.square().sum().backward()
-    assert x.grad.isfinite().all()
-
-
 def test_nested_collectors_all_hear():
     module = moa(self_attention=True)
     x = torch.randn(2, 1, WIDTH)
@@ -94,14 +76,6 @@ def test_unnamed_attentions_have_names_and_draws_of_their_own():
             module(x, x, x)
     one, other = (decision.expert_ids for _, decision in decisions)
     assert not torch.equal(one, other)
-
-
-def test_a_nan_is_traced_to_its_module(build, caplog):
-    attention = build(self_attention=True)
-    torch.nn.init.constant_(attention.v_proj.weight, float("nan"))
-    with caplog.at_level("WARNING", "fairseq.nan_detector"), NanDetector(attention):
-        attention(torch.randn(3, 2, WIDTH, requires_grad=True), None, None)[0].sum().backward()
-    assert "NaN detected in output of v_proj" in caplog.text
 
 
 @pytest.mark.parametrize("retained", [False, True])

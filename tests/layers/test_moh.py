@@ -147,12 +147,6 @@ def test_dropout_acts_in_training_only_where_heads_are_skipped_too():
     assert not torch.allclose(noisy, quiet)
 
 
-def test_skipping_with_rotary_positions():
-    compare_paths(
-        {"positions": "rope", "dtype": torch.float64}, dict(tgt=9, batch=2, causal=True)
-    )
-
-
 @pytest.mark.parametrize("skip", ["never", "always"])
 def test_weights_are_those_of_the_heads_that_work(skip):
     module = build(moh_skip=skip, self_attention=True)
@@ -165,30 +159,6 @@ def test_weights_are_those_of_the_heads_that_work(skip):
     _, mean = module(query, query, query)
     torch.testing.assert_close(mean, weights.mean(0))
     torch.testing.assert_close(out, module(query, query, query, need_weights=False)[0])
-
-
-@pytest.mark.parametrize("reading", ["routed", "chosen"])
-def test_query_norms_choose_and_their_gradient_goes_straight_through(reading):
-    module = build(moh_router="query-norm", moh_straight_through=reading, self_attention=True)
-    query, *_ = inputs(tgt=5, batch=2)
-    with collect_routings() as decisions:
-        module(query, query, query)
-    decision = decisions[0][1]
-    x = query.transpose(0, 1).reshape(-1, C)
-    norms = module.q_proj(x).view(-1, H, D)[:, SHARED:].norm(dim=-1)
-    probs = torch.softmax(norms / norms.std(1, keepdim=True).detach(), 1)
-    expected = norms.topk(K, 1).indices.sort(1).values + SHARED
-    assert torch.equal(decision.expert_ids[:, SHARED:].sort(1).values, expected)
-    torch.testing.assert_close(decision.gates, torch.ones_like(decision.gates))
-    gates = decision.gates_by_expert
-    chosen = torch.zeros_like(gates).scatter(1, decision.expert_ids, 1.0)
-    assert torch.equal(gates, chosen)
-    upstream = torch.randn(gates.shape, dtype=torch.float64)
-    straight = torch.autograd.grad((gates * upstream).sum(), query, retain_graph=True)
-    if reading == "chosen":
-        upstream = upstream * chosen
-    wanted = torch.autograd.grad((probs * upstream[:, SHARED:]).sum(), query)
-    torch.testing.assert_close(straight, wanted)
 
 
 @pytest.mark.parametrize("reading, in_training", [("routed", 0), ("chosen", 1)])
@@ -290,17 +260,6 @@ def test_padding_has_no_gate_and_counts_nowhere():
     assert (decision.gates[padding.reshape(-1)] == 0).all()
     assert decision.expert_counts.shape == (H - SHARED,)
     assert decision.expert_counts.sum() == K * (6 + 3 + 1)
-
-
-def test_autocast_and_half_precision_run_both_ways():
-    for skip in ("never", "always"):
-        module = build(moh_skip=skip, dtype=torch.float32, self_attention=True)
-        x = torch.randn(5, 2, C)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.isfinite(module(x, x, x)[0]).all()
-        half = module.to(torch.bfloat16)
-        out, _ = half(x.bfloat16(), x.bfloat16(), x.bfloat16(), need_weights=False)
-        assert out.dtype == torch.bfloat16 and torch.isfinite(out).all()
 
 
 def test_only_heads_that_work_are_counted():

@@ -124,10 +124,6 @@ def fairseq_call(module, x, memory=None, padding=None, mask=None):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "padding"),
-    [(torch.float32, None), (torch.float32, PADDING), (torch.bfloat16, PADDING)],
-)
-@pytest.mark.parametrize(
     ("mask", "causal", "whole"),
     [
         (None, False, None),
@@ -141,16 +137,17 @@ def fairseq_call(module, x, memory=None, padding=None, mask=None):
         ),
     ],
 )
-def test_equal_to_fairseqs_call(attention, dtype, padding, mask, causal, whole):
-    x = torch.randn(B, T, C, dtype=dtype, requires_grad=True)
-    module = attention.to(dtype)
-    out = module(x, mask=mask, padding=padding, causal=causal)
-    expected = fairseq_call(module, x, padding=padding, mask=whole)
-    assert out.shape == (B, T, C) and out.dtype == dtype
-    real = slice(None) if padding is None else ~padding
-    assert torch.equal(out[real], expected[real])
-    (gradient,) = torch.autograd.grad(out[real].square().sum(), x)
-    assert gradient.isfinite().all()
+def test_equal_to_fairseqs_call(attention, mask, causal, whole):
+    for dtype, padding in ((torch.float32, None), (torch.bfloat16, PADDING)):
+        x = torch.randn(B, T, C, dtype=dtype, requires_grad=True)
+        module = attention.to(dtype)
+        out = module(x, mask=mask, padding=padding, causal=causal)
+        expected = fairseq_call(module, x, padding=padding, mask=whole)
+        assert out.shape == (B, T, C) and out.dtype == dtype
+        real = slice(None) if padding is None else ~padding
+        assert torch.equal(out[real], expected[real])
+        (gradient,) = torch.autograd.grad(out[real].square().sum(), x)
+        assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,7 +162,7 @@ def test_a_memory_makes_cross_attention(family):
 
 
 prepared = functools.cache(build)
-FEW = settings(max_examples=settings.default.max_examples // 6)  # of each family
+FEW = settings(max_examples=settings.default.max_examples // 10)  # of each family
 
 
 def bits(draw, *shape):
@@ -272,14 +269,12 @@ def test_positions_compile_without_a_break(family, positions):
     torch.testing.assert_close(compiled(x), module(x))
 
 
-@pytest.mark.parametrize("head_gate", ["none", "head", "element"])
-@pytest.mark.parametrize("shape", [(0, T, C), (B, 0, C)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_comes_out_of_nothing(family, shape, head_gate):
-    assert (
-        FAMILIES[family](self_attention=True, head_gate=head_gate)(torch.randn(shape)).shape
-        == shape
-    )
+def test_nothing_comes_out_of_nothing(family):
+    for head_gate in ("head", "element"):
+        module = FAMILIES[family](self_attention=True, head_gate=head_gate)
+        for shape in ((0, T, C), (B, 0, C)):
+            assert module(torch.randn(shape)).shape == shape
 
 
 class Adapter(nn.Module):
@@ -321,6 +316,23 @@ def test_what_stands_in_for_a_linear_map_is_called(family, monkeypatch):
             expected.get_submodule(name).weight += adapter.change
         assert not torch.allclose(expected(x), module(x)), name
         torch.testing.assert_close(changed(x), expected(x))
+
+
+# what the queries' norms choose is not the same in 8 bits
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:must run observer")
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "MoH, query norms"])
+def test_torchs_own_quantisation(family):
+    """Its maps have a method named weight. Routers stay as they are, for the same reason."""
+    module, names = touched(family)
+    module = module.float()
+    chosen = {name for name in names if "router" not in name}
+    quantised = torch.ao.quantization.quantize_dynamic(
+        module, dict.fromkeys(chosen, torch.ao.quantization.default_dynamic_qconfig)
+    )
+    x = torch.randn(B, T, C)
+    exact = module(x, causal=True)
+    assert (quantised(x, causal=True) - exact).norm() < 0.1 * exact.norm()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -502,11 +514,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.thorough(keep=("[dense-", "[MoA-", "[MAE-", "[SwitchHead-"))
 @pytest.mark.parametrize(("error", "named", "inputs", "options"), REFUSED)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_would_not_be_read_is_refused(family, error, named, inputs, options):
-    module = FAMILIES[family](self_attention=True)
+def test_what_would_not_be_read_is_refused(error, named, inputs, options):
+    module = FAMILIES["MoA"](self_attention=True)
     with pytest.raises(error, match=named):
         module(*inputs, **options)
 
@@ -648,12 +658,11 @@ def test_settings_are_given_once():
         NativeMixtureOfHeads(C, 4)
 
 
-@pytest.mark.thorough(keep="rope-assign")
+@pytest.mark.thorough(keep="assign")
 @pytest.mark.parametrize("filled", ["assign", "to_empty"])
-@pytest.mark.parametrize("positions", [None, "rope"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_made_on_the_meta_device(family, positions, filled):
-    options = dict(self_attention=True, positions=positions)
+def test_made_on_the_meta_device(family, filled):
+    options = dict(self_attention=True, positions="rope")
     module = build(family, **options).float()
     x = torch.randn(B, T, C)
     with torch.device("meta"):
@@ -703,25 +712,22 @@ def test_torch_func(family):
     x = torch.randn(B, T, C, dtype=torch.float64)
     weights = dict(module.named_parameters())
 
-    def loss(weights, x):
+    def loss(weights):
         return (
             torch.func.functional_call(module, weights, (x,), {"causal": True}).square().sum()
         )
 
-    expected = torch.autograd.grad(
-        module(x, causal=True).square().sum(), list(weights.values()), allow_unused=True
-    )
-    for name, grad in zip(weights, expected):
-        if grad is not None:
-            torch.testing.assert_close(torch.func.grad(loss)(weights, x)[name], grad)
-            break
+    options = {"allow_unused": True, "materialize_grads": True}
+    expected = torch.autograd.grad(loss(weights), list(weights.values()), **options)
+    found = torch.func.grad(loss)(weights)
+    torch.testing.assert_close(list(found.values()), list(expected))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_torch_func_maps_and_pushes_forward(family):
     """Padding is mapped, too, which masks of every kind are made of."""
-    module = build(family, self_attention=True)
+    module = build(family, self_attention=True, positions="rope")
     x = torch.randn(2, B, T, C, dtype=torch.float64)
     padding = torch.stack([PADDING, PADDING.roll(1, 0)])
     for causal in (False, True):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moa_fairseq.errors import UserError
@@ -75,6 +75,7 @@ def attentions(draw):
     return (q, k, v, Masks(mask, padding)), bias, expected
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(attentions())
 def test_masks_bias_shared_heads_and_beams_in_any_combination(attention):
     arguments, bias, (expected, weights) = attention

@@ -65,7 +65,7 @@ prepared = functools.cache(lambda family, number: build(family, SETTINGS[number]
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings.default.max_examples // 8)
 @given(st.sampled_from(range(len(SETTINGS))), st.randoms())
 def test_any_steps_equal_those_of_the_growing_cache(family, number, choose):
     """Tokens, padding, masks, orders, lengths to go back to."""
@@ -157,7 +157,7 @@ def test_what_it_cannot_hold_is_refused():
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", SETTINGS[2:5], ids=("dynamic", "yarn", "xl"))
+@pytest.mark.parametrize("options", SETTINGS[2:5:2], ids=("dynamic", "xl"))
 def test_no_step_waits_for_a_gpu(as_by_triton, family, options):
     """After the first call, which makes the tensors: one token, and three with padding.
 
@@ -186,15 +186,15 @@ def test_no_step_waits_for_a_gpu(as_by_triton, family, options):
 def test_a_step_is_one_graph_for_a_whole_generation(batch, family):
     """fullgraph: nothing in it asks for a tensor's content, or it would break."""
     torch.compiler.reset()
-    module = build(family, {"positions": "rope", "query_key_norm": "head", "window": 50})
+    module = build(family, {"positions": "rope", "query_key_norm": "head", "window": 20})
     counter = CompileCounter()
     step = torch.compile(module, backend=counter, fullgraph=True)
     growing = module.new_cache()
-    static = module.new_cache(batch=batch, max_length=210)
+    static = module.new_cache(batch=batch, max_length=40)
     x = torch.randn(batch, 7, module.embed_dim, dtype=torch.float64)
     for cache in (growing, static):
         module(x, causal=True, cache=cache)
-    for _ in range(200):
+    for _ in range(30):
         x = torch.randn(batch, 1, module.embed_dim, dtype=torch.float64)
         expected = module(x, causal=True, cache=growing)
         torch.testing.assert_close(
@@ -204,21 +204,20 @@ def test_a_step_is_one_graph_for_a_whole_generation(batch, family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_padding_and_masks_of_lengths_without_a_meaning_are_refused(is_compiled):
+def test_padding_and_masks_of_lengths_without_a_meaning_are_refused():
     """Six positions are held, two are new: lengths are 2 (padding), 8 and 16."""
     torch.compiler.reset()
     module = build("dense", {"positions": "rope"})
     x = torch.randn(B, 8, module.embed_dim, dtype=torch.float64)
     padding = torch.arange(16) < torch.tensor([[3], [0], [1]])
     expected = module(x, causal=True, padding=padding[:, :8])
-    call = torch.compile(module, backend="eager", fullgraph=True) if is_compiled else module
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
     cache = module.new_cache(batch=B, max_length=16)
     module(x[:, :6], causal=True, cache=cache, padding=padding[:, :6])
     for length in range(1, 20):
         if length in (2, 8, 16):
             part = padding[:, 6:8] if length == 2 else padding[:, :length]
-            out = call(x[:, 6:], causal=True, cache=cache, padding=part)
+            out = compiled(x[:, 6:], causal=True, cache=cache, padding=part)
             torch.testing.assert_close(out, expected[:, 6:], rtol=0, atol=1e-12)
             cache.trim(6)
         else:

@@ -1,6 +1,4 @@
-"""SwitchHeadAttention beside its equations (test_equations.py): decisions, memory, starts, refusals."""
-
-import math
+"""SwitchHeadAttention beside its equations (test_equations.py): decisions, dropped experts, refusals."""
 
 import pytest
 import torch
@@ -8,7 +6,6 @@ from equations import drawn
 from time_first import SwitchHeadAttention
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.initialization import init_fan_in_normal_
 from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.layers.switchhead import SwitchHeadSettings
 from moa_fairseq.plugin.forward_context import collect_routings
@@ -66,29 +63,6 @@ def test_shared_selection_makes_one_decision():
         switchhead_experts="o", num_experts=1, experts_per_token=1, self_attention=True
     )
     assert gated.source_router is None and gated.router.projection.weight.shape == (H, C)
-
-
-def test_initial_weights_are_the_papers():
-    torch.manual_seed(0)
-    scale = 0.5
-    width = 256
-    sizes = dict(switchhead_heads=2, expert_dim=32, num_experts=5, experts_per_token=2)
-    module = SwitchHeadAttention(width, **sizes, self_attention=True, positions="xl")
-    init_fan_in_normal_(module, scale)
-    for weight in (
-        module.q_proj.weight,
-        module.v_proj.weight,
-        module.positions.projection.weight,
-    ):
-        assert weight.std().item() == pytest.approx(scale / math.sqrt(width), rel=0.03)
-    assert module.out_proj.weight.std().item() == pytest.approx(scale / math.sqrt(64), rel=0.03)
-    for router in (module.router, module.source_router):
-        torch.testing.assert_close(
-            router.projection.weight.norm(dim=1), torch.full((10,), scale)
-        )
-    assert (module.positions.content_bias == 0).all() and (
-        module.positions.position_bias == 0
-    ).all()
 
 
 def test_expert_dropout_hides_experts_in_training_only():

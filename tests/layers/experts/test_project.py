@@ -154,8 +154,7 @@ def test_switchheads_peak_of_memory_is_flat_in_k(use):
     dim = 64
     heads = 2
     peaks = {
-        k: peak_bytes(switchhead(use, tokens, model_dim, num_experts, k, dim))
-        for k in (1, 2, 4)
+        k: peak_bytes(switchhead(use, tokens, model_dim, num_experts, k, dim)) for k in (1, 4)
     }
     more_slots = tokens * heads * (4 - 1)
     assert peaks[1] > 4 * tokens * model_dim, "the record is empty"
