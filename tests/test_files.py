@@ -280,8 +280,10 @@ IMPORT = "from moa_fairseq.files.utf8 import use_utf8"
 BEGIN = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {IMPORT}; use_utf8(); "
 
 
-@pytest.mark.parametrize("flags", [(), ("-I",), ("-X", "utf8=0")])
-@pytest.mark.parametrize("settings", [ASCII, {"PYTHONIOENCODING": "latin-1"}])
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [((), {"PYTHONIOENCODING": "latin-1"}), (("-I",), ASCII), (("-X", "utf8=0"), ASCII)],
+)
 def test_whatever_the_locale_says_text_is_utf8(flags, settings):
     """-I: the environment is not read. The flags and arguments of the program stay."""
     program = BEGIN + "print(sys.stdin.readline().strip(), sys.argv[1], sys.flags.isolated)"

@@ -472,10 +472,12 @@ def test_a_packed_line_of_any_length_does_not_fill_the_memory(tmp_path, mark_bad
 
 
 @pytest.mark.parametrize(
-    "kind", [tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE]
-)
-@pytest.mark.parametrize(
-    "read", [contents, lambda archive: extract(archive, ["x"], archive.parent)]
+    ("kind", "read"),
+    [
+        (tarfile.GNUTYPE_LONGNAME, contents),
+        (tarfile.GNUTYPE_LONGLINK, lambda archive: extract(archive, ["x"], archive.parent)),
+        (tarfile.XHDTYPE, contents),
+    ],
 )
 def test_a_name_of_any_length_does_not_fill_the_memory(tmp_path, kind, read):
     header = tarfile.TarInfo("././@LongLink")

@@ -135,28 +135,6 @@ def test_a_full_disk_names_the_file_that_was_written(monkeypatch, tmp_path, full
         process.Executor().run(["program", "print('x' * 100)"], **files)
 
 
-def test_an_interrupt_ends_the_child_and_takes_its_last_lines(execute):
-    code = """
-import signal, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
-try:
-    print("ready", flush=True)
-    time.sleep(60)
-except KeyboardInterrupt:
-    print("tidied", flush=True)
-"""
-    lines = []
-
-    def interrupt(line):
-        lines.append(line)
-        if line == "ready":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        execute(code, on_line=interrupt)
-    assert lines == ["ready", "tidied"]
-
-
 def test_an_interrupt_while_a_child_starts_ends_the_child(execute, interrupted_start):
     """Python prints and forgets what a handler raises in its own functions around a fork."""
     with pytest.raises(KeyboardInterrupt):
@@ -280,7 +258,7 @@ def test_of_torchs_warnings_of_fairseq_one_is_silent(monkeypatch):
 def test_a_training_is_told_to_save_before_it_is_interrupted(
     monkeypatch, tmp_path, program, first
 ):
-    """It saves a checkpoint at SIGTERM; other programs have nothing to save."""
+    """It saves a checkpoint at SIGTERM; other programs have nothing to save. Last lines are taken."""
     monkeypatch.setattr(process, "to_argv", lambda command: [sys.executable, "-c", command[1]])
     code = """
 import signal, sys, time

@@ -33,26 +33,18 @@ SPARSE = ("--num-experts", 4, "--experts-per-token", 2, "--expert-backend", "tri
 MODELS = {
     "dense": ("transformer", "translation", (*TRANSLATION, *NARROW)),
     "moa": ("moa_transformer_tiny", "translation", (*ROUTED, *EVERY)),
-    "moa by modules": (
-        "moa_transformer_tiny",
-        "translation",
-        (*ROUTED, *EVERY, "--router-log", "modules"),
-    ),
-    "moa, K < E": ("moa_transformer_tiny", "translation", (*ROUTED, *SPARSE)),
     "moa, bias rate": (
         "moa_transformer_tiny",
         "translation",
-        (*ROUTED, *SPARSE, "--routing-bias-rate", 0.1),
+        (*ROUTED, *SPARSE, "--routing-bias-rate", 0.1, "--router-log", "modules"),
     ),
-    "mae": ("mae_transformer_tiny", "translation_bcd", TRANSLATION),
     "mae, joint": ("mae_transformer_tiny", "translation_bcd", (*TRANSLATION, "--bcd", "none")),
     "dense masked": (
         "roberta",
         "masked_lm",
         (*NARROW, "--encoder-attention-heads", 2, *MASKED_LM),
     ),
-    "moa masked": ("moa_roberta_tiny", "masked_lm", (*MASKED_LM, *EVERY)),
-    "moa masked, K < E": ("moa_roberta_tiny", "masked_lm", (*MASKED_LM, *SPARSE)),
+    "moa masked": ("moa_roberta_tiny", "masked_lm", (*MASKED_LM, *SPARSE)),
 }
 
 

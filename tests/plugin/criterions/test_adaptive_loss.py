@@ -1,14 +1,13 @@
 """The loss of an adaptive softmax against the full softmax, written out in float64."""
 
 import argparse
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from fairseq import criterions
 from fairseq.data import Dictionary
 from fairseq.modules import AdaptiveSoftmax
+from threads import assert_same_in_threads
 from torch import nn
 
 import moa_fairseq  # noqa: F401  (registers the criterions)
@@ -126,12 +125,4 @@ def test_a_loss_is_that_of_its_own_thread():
             Part(number), {"net_input": {}, "target": EVERY_WORD, "ntokens": 1, "nsentences": 1}
         )[0]
 
-    alone = [run(number) for number in range(8)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(5e-5)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            for place, found in enumerate(pool.map(run, list(range(8)) * 20)):
-                torch.testing.assert_close(found, alone[place % 8], rtol=0, atol=1e-12)
-    finally:
-        sys.setswitchinterval(before)
+    assert_same_in_threads(run, 20)

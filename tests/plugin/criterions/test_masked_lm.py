@@ -81,14 +81,6 @@ def test_without_coefficients_loss_and_gradients_are_fairseqs(task, model):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
 
 
-def test_in_validation_the_loss_is_fairseqs_and_routers_are_logged(task, model):
-    model.eval()
-    loss, _, log = criterion(task)(model, sample())
-    assert loss.item() == pytest.approx(plain(task)(model, sample())[0].item(), rel=1e-6)
-    values, passes = mean_values("router/", [log])
-    assert passes == 1 and values["load_entropy"] > 0
-
-
 @pytest.mark.parametrize("scale", ["sample-size", "none"])
 def test_the_auxiliary_term_counts_per_masked_token(task, model, scale):
     with collect_routings() as decisions:

@@ -18,11 +18,8 @@ CONTROLS = {
 }
 DENSE = ("--attention-head-dim", 20, "--dropped-heads", 1)
 CASES = [
-    *[
-        (arch, flags)
-        for arch in ("moa_transformer_tiny", "moa_lm_tiny")
-        for flags in CONTROLS.values()
-    ],
+    *[("moa_transformer_tiny", flags) for flags in CONTROLS.values()],
+    ("moa_lm_tiny", CONTROLS["hash"]),
     *[
         ("moh_transformer_tiny", flags)
         for name, flags in CONTROLS.items()
@@ -44,6 +41,11 @@ CASES = [
         ("--head-gate", "element", "--gated-feed-forward", "--rms-norm"),
     ),
     *[(arch, DENSE) for arch in ("dense_transformer_tiny", "dense_transformer_lm_base")],
+    ("gqe_transformer_tiny", ()),
+    ("gqe_transformer_tiny", ("--gqe-output", "experts", "--gqe-shared-heads", 0)),
+    ("gqe_lm_base", ("--positions", "rope")),
+    ("namoh_transformer_tiny", ()),
+    ("namoh_lm_base", ()),
 ]
 
 

@@ -78,7 +78,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("write", [save, copy])
-@pytest.mark.parametrize("room, times", [(0, 2), (100, 2), (300_000, 2), (300_000, 3)])
+@pytest.mark.parametrize("room, times", [(300_000, 2), (0, 3)])
 def test_a_disk_that_is_full_for_a_moment(write, room, times, old, monkeypatch):
     """Of three attempts the first two fail, or all of them."""
     fdopen = os.fdopen

@@ -392,14 +392,6 @@ def test_a_run_that_ends_before_its_first_g_epoch_is_warned(
         assert f"{short} ends in epoch 4" in warnings[0] and "epoch 5" in warnings[0]
 
 
-@pytest.mark.parametrize(
-    "flags", [("--bcd-g-every", 0), ("--gate-lr", -0.1), ("--gate-clip-norm", "inf")]
-)
-def test_impossible_settings_are_refused_by_flag(build_trainer, flags):
-    with pytest.raises(UserError, match=flags[0]):
-        build_trainer(*flags)
-
-
 def test_uniform_gates_need_no_g_step(build_trainer):
     trainer, samples = build_trainer(
         "--mae-gate", "uniform", "--bcd-g-every", 1, "--mae-dropped-heads", 2
@@ -458,27 +450,6 @@ def test_language_models_alternate_too(build_trainer, tmp_path, fairseq):
     assert "gate_entropy.decoder.layers.0.self_attn" in log
     with pytest.raises(UserError, match="--gate-norm batch"):
         build_trainer(*flags, "--gate-norm", "batch", **of_model, task="language_modeling_bcd")
-
-
-def test_the_future_leaks_neither_into_training_nor_into_evaluation(build_trainer):
-    """G and F computation of the whole model: a later target token changes no earlier prediction."""
-    trainer, samples = build_trainer("--decoder-layers", 2, "--gate-dropout", 0)
-    model = trainer.get_model()
-    sample = samples[-1]
-    previous = sample["net_input"]["prev_output_tokens"]
-    other = previous.clone()
-    other[:, -2] = torch.where(previous[:, -2] == 10, 11, 10)  # where there is no padding
-    draw = ExpertDraw(sample["id"], 1, 1)
-    position = previous.size(1) - 2
-    for training, drawn in ((True, True), (True, False), (False, False)):
-        model.train(training)
-        outs = []
-        for tokens in (previous, other):
-            net_input = {**sample["net_input"], "prev_output_tokens": tokens}
-            with forward_context(draw=draw) if drawn else torch.no_grad():
-                outs.append(model(**net_input)[0].detach())
-        assert torch.equal(outs[0][:, :position], outs[1][:, :position])
-        assert not torch.allclose(outs[0][:, position:], outs[1][:, position:])
 
 
 def test_activation_checkpointing_recomputes_the_same_experts(build_trainer):
@@ -574,7 +545,8 @@ def test_an_overflow_lowers_the_scale_of_that_g_step_only(build_trainer, monkeyp
     "flags, options, message",
     [
         (("--bcd-g-every", 0), {}, "--bcd-g-every 0"),
-        (("--gate-clip-norm", -0.5), {}, "--gate-clip-norm .*-0.5"),
+        (("--gate-clip-norm", "inf"), {}, "--gate-clip-norm .*inf"),
+        (("--gate-lr", -0.1), {}, "--gate-lr .*-0.1"),
         (("--gate-lr", "nan"), {}, "--gate-lr .*nan"),
         ((), {"arch": "moa_transformer_tiny"}, "whose name begins with mae_"),
     ],
