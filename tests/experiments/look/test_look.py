@@ -108,6 +108,18 @@ def test_strongest_keys_are_those_of_the_attention_maps(look, moa_run, toy_data)
                 )
 
 
+def test_a_strongest_key_stands_in_the_text_that_the_attention_reads(look, moa_run, toy_data):
+    page = look(moa_run, "--data", toy_data)
+    routers = page["runs"][0]["routers"]
+    lengths = set()
+    for (sentence,) in page["sentences"]:
+        for router, route in zip(routers, sentence["routes"]):
+            positions = route["k"][::2]
+            assert 0 <= min(positions) <= max(positions) < len(sentence[router["to"]])
+            lengths.add(len(sentence["source"]) > len(sentence["target"]))
+    assert True in lengths  # then positions counted from the end would be negative or too large
+
+
 def test_loads_and_typical_tokens_are_those_of_analyze(
     look, moa_run, toy_data, tmp_path, monkeypatch
 ):
