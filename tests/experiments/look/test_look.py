@@ -392,7 +392,7 @@ def test_sentences_keep_their_numbers_where_one_is_too_long(monkeypatch):
         def size(self, index):
             return (len(self[index]["source"]), 1)
 
-    subset = Subset({"source": torch.ones(length)} for length in (2, 9, 3))
+    subset = Subset({"source": torch.ones(length)} for length in (2, 6, 5))
     monkeypatch.setattr(samples, "load_subset", lambda *_: subset)
     model = SimpleNamespace(
         task=None,
@@ -401,3 +401,12 @@ def test_sentences_keep_their_numbers_where_one_is_too_long(monkeypatch):
     )
     found = samples._translations_of_subset(model, samples.Sources(None, "test", None, 3), {})
     assert [sample.numbers for sample in found] == [[1], [3]]
+
+
+def test_a_line_may_have_as_many_symbols_as_the_model_reads(tmp_path, caplog):
+    file = tmp_path / "lines.txt"
+    file.write_text("a b c d\n\na b c d e\na\n")
+    model = SimpleNamespace(models=[SimpleNamespace(max_positions=lambda: 4)])
+    lines = samples._encoded_lines(model, file, lambda line: torch.ones(len(line.split())))
+    assert [(number, len(symbols)) for number, symbols in lines] == [(1, 4), (4, 1)]
+    assert [record.args for record in caplog.records] == [(2,), (3, 5, 4)]
