@@ -320,12 +320,11 @@ def alone():
     return dense(**ALONE)
 
 
-def tiny(name, **sizes):
-    """A model of a few weights, of a kind that is no mixture."""
-    import transformers
+def mamba():
+    from transformers import MambaConfig, MambaForCausalLM
 
-    config, kind = (getattr(transformers, name + end) for end in ("Config", "ForCausalLM"))
-    return kind(config(vocab_size=9, num_hidden_layers=2, **sizes)).eval()
+    sizes = {"vocab_size": 9, "num_hidden_layers": 2, "hidden_size": 8, "state_size": 2}
+    return MambaForCausalLM(MambaConfig(**sizes))
 
 
 BY_LAYER = {"shared_heads": None, "active": None}
@@ -334,43 +333,27 @@ REFUSED = {
     "already": (twice, {}, "already"),
     "without a language model": (lambda: dense().model, {}, "AutoModelForCausalLM"),
     "another module": (lambda: torch.nn.Linear(2, 2), {}, "Linear"),
-    "Mamba": (
-        lambda: tiny("Mamba", hidden_size=8, state_size=2),
-        {},
-        "MambaForCausalLM has no attention",
-    ),
-    "RWKV": (lambda: tiny("Rwkv", hidden_size=8), {}, "RwkvForCausalLM has no attention"),
+    "Mamba": (mamba, {}, "MambaForCausalLM has no attention"),
     "fused queries": (neox, {"router": "query-norm"}, "queries='q_proj'"),
     "no such output": (dense, {"output": "nothing"}, "nothing .*o_proj, q_proj"),
-    "no module": (dense, {"output": "training"}, "output='training'"),
-    "no projection": (lambda: dense("qwen3"), {"output": "q_norm"}, "output='q_norm'"),
     "queries as output": (alone, {"output": "q_proj"}, "output='q_proj'"),
-    "keys as output": (dense, {"output": "k_proj"}, "output='k_proj'"),
-    "values as output": (alone, {"output": "v_proj"}, "output='v_proj'"),
     "all three as output": (
         lambda: dense("gpt2"),
         {"output": "c_attn", "router": "learned"},
         "output='c_attn'",
     ),
     "no such queries": (dense, {"queries": "nothing"}, "queries='nothing'"),
-    "keys as queries": (alone, {"queries": "k_proj"}, "queries='k_proj'"),
-    "values as queries": (alone, {"queries": "v_proj"}, "queries='v_proj'"),
     "output as queries": (alone, {"queries": "o_proj"}, "queries='o_proj'"),
     "queries not read": (dense, {"queries": "q", "router": "learned"}, "queries='q'"),
-    "no name of queries": (dense, {"queries": None}, "queries=None"),
     "no name of output": (dense, {"output": 3}, "output=3"),
     "too many shared": (dense, {"shared_heads": 9, "active": 9}, "shared_heads 9"),
-    "none routed": (dense, {"shared_heads": 4, "active": 4}, "active 4"),
-    "more than there are": (dense, {"active": 9}, "active 9"),
     "both": (dense, {"layers": [(2, 5)] * 2}, "shared_heads=2"),
-    "one of both": (dense, {"layers": [(2, 5)] * 2, "shared_heads": None}, "active=5"),
     "neither": (dense, {"active": None}, "active=None"),
     "too few layers": (
         dense,
         {**BY_LAYER, "layers": [(2, 5)]},
         r"layers=\[\(2, 5\)\] .*2 entries",
     ),
-    "unknown router": (dense, {"router": "norm"}, "norm"),
     "unknown scaling": (dense, {"scaling": "none"}, "none"),
     "scaling not read": (dense, {"scaling": "paper"}, "scaling='paper'"),
     "no rule of gates": (dense, {"straight_through": "all"}, "straight_through all"),
@@ -379,28 +362,12 @@ REFUSED = {
         {"router": "learned", "straight_through": "chosen"},
         "straight_through='chosen'",
     ),
-    "unknown setting": (dense, {"heads": 2}, "heads"),
 }
-for name in BY_LAYER:
-    for value in (True, 4.0, "4", -1):
-        REFUSED[f"{name} {value!r}"] = (
-            dense,
-            {name: value},
-            f"{name}={value!r} .*whole number",
-        )
-for value in (-1, -0.1, float("nan"), float("inf"), "0.1", True, None):
+for value in (True, 4.0, -1):
+    REFUSED[f"active {value}"] = (dense, {"active": value}, f"active={value} .*whole number")
+for value in (-0.1, float("nan"), "0.1"):
     REFUSED[f"balance {value!r}"] = (dense, {"balance": value}, f"balance={value!r} .*number")
-for value in (
-    [4, 6, 7],
-    [None] * 2,
-    [],
-    5,
-    "25",
-    [(2, 5, 1)] * 2,
-    [(2.0, 5)] * 2,
-    [(2, True)] * 2,
-    {0: (2, 5)},
-):
+for value in ([4, 6], [None] * 2, "25", [(2, 5, 1)] * 2, [(2.0, 5)] * 2, {0: (2, 5)}):
     settings = {**BY_LAYER, "layers": value}
     REFUSED[f"layers {value}"] = (dense, settings, re.escape(f"layers={value!r} ") + ".*list")
 
