@@ -1,7 +1,6 @@
 """A cache that is written in place gives what the growing one gives, whatever the steps are."""
 
 import functools
-from functools import partial
 
 import pytest
 import torch
@@ -9,38 +8,20 @@ from equations import drawn
 from host_waits import host_waits, listed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_common_settings import DYNAMIC, EXPERTS, YARN, B, C
+from test_common_settings import FAMILIES as BUILD
 from torch._dynamo.testing import CompileCounter
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers import (
-    DenseAttention,
-    GroupedQueryExperts,
-    LatentAttention,
     MixtureOfAttention,
     MixtureOfAttentiveExperts,
-    MixtureOfHeads,
     NativeMixtureOfHeads,
-    SwitchHeadAttention,
 )
 
-C = 12
-B = 3
 LONGEST = 24
-EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_dim": 6}
-MOH = partial(MixtureOfHeads, 24, 4, moh_shared_heads=1, experts_per_token=2)
-FAMILIES = {
-    "MoA": partial(MixtureOfAttention, C, **EXPERTS),
-    "MoA, two heads each": partial(MixtureOfAttention, C, heads_per_expert=2, **EXPERTS),
-    "SwitchHead": partial(SwitchHeadAttention, C, switchhead_heads=2, **EXPERTS),
-    "GQE": partial(GroupedQueryExperts, C, gqe_groups=2, **EXPERTS),
-    "MoH": MOH,
-    "MoH, skipping": partial(MOH, moh_skip="always"),
-    "dense": partial(DenseAttention, 32, 4, key_heads=2),
-    "latent": partial(LatentAttention, C, 2, attention_head_dim=8),
-}
+FAMILIES = [family for family in BUILD if family not in ("MAE", "NAMOH")]
 BY_KERNELS = ("MoA", "MoA, two heads each", "SwitchHead", "GQE")
-YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 40}
-DYNAMIC = {"rope_type": "dynamic", "factor": 4, "original_max_position_embeddings": 5}
 SETTINGS = [
     {},
     {"positions": "rope"},
@@ -57,7 +38,7 @@ def build(family, options):
         options = {name: value for name, value in options.items() if name != "query_key_norm"}
     if family == "latent" or (family == "GQE" and options.get("positions") == "xl"):
         options = {**options, "positions": "rope"}
-    return drawn(FAMILIES[family](self_attention=True, **options).double().eval())
+    return drawn(BUILD[family][0](self_attention=True, **options).double().eval())
 
 
 prepared = functools.cache(lambda family, number: build(family, SETTINGS[number]))
@@ -112,7 +93,7 @@ def test_any_steps_equal_those_of_the_growing_cache(family, number, choose):
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_takes_the_bytes_that_are_stated(family):
-    module = FAMILIES[family](self_attention=True).eval()
+    module = BUILD[family][0](self_attention=True).eval()
     cache = module.new_cache(batch=B, max_length=LONGEST)
     places = set()
     for _ in range(3):
