@@ -208,7 +208,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     if args.user_dir:
         plugin = Path(args.user_dir).absolute()
         _check_plugin(plugin)
-    training = check_flags(recipe)
+    training_flags = check_flags(recipe)
     data = args.data
     if data and is_binarised(data / "binarised"):  # made by `moa-fairseq prepare`
         data = data / "binarised"
@@ -225,9 +225,9 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
         user_dir=plugin,
         record=None if args.record is None else _record_file(args, config),
         command_line=shlex.join(["moa-fairseq", *words]),
-        preparation=_preparation(args, config, folder, plugin),
-        published=row if can_reproduce else None,
-        training=training,
+        prepare_command=_prepare_command(args, config, folder, plugin),
+        published_recipe=row if can_reproduce else None,
+        training_flags=training_flags,
     )
     log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())
     return run_recipe(recipe, hardware, options, dry_run=args.dry_run)
@@ -312,7 +312,9 @@ def _record_file(args: argparse.Namespace, config: Path) -> Path:
     return results / kind / f"{args.record or config.stem}.json"
 
 
-def _preparation(args: argparse.Namespace, config: Path, folder: Path, plugin: Path | None) -> str:
+def _prepare_command(
+    args: argparse.Namespace, config: Path, folder: Path, plugin: Path | None
+) -> str:
     """The command line that makes only the data, for commands.sh."""
     values = {"data": args.data and args.data.absolute(), "save-dir": folder, "gpus": args.gpus}
     words = ["moa-fairseq", *flags({"user-dir": plugin}), "recipe", str(config.absolute())]

@@ -80,7 +80,7 @@ def show_preparation(run: Run, executor: Executor) -> Prepared:
         steps = job.steps()
         if corpus and job.source:
             steps.insert(0, Step("corpus", job.source, corpus))
-        make(steps, job.root, executor=executor, dry_run=True, whole=run.options.preparation)
+        make(steps, job.root, executor=executor, dry_run=True, whole=run.options.prepare_command)
     folder = None
     if run.folder.exists() and not run.options.data:
         folder = prepared_data(run.folder)
@@ -130,7 +130,7 @@ def _job_of(run: Run, executor: Executor, unread: bool = False) -> tuple[Prepara
     places: dict[str, Any] = {
         "downloads": options.data_root / "downloads",
         "commands": run.folder / COMMANDS,
-        "whole": options.preparation,
+        "whole": options.prepare_command,
         "unread": unread,
     }
     root = prepared_folder(data, source, options.data_root)

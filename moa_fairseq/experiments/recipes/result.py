@@ -100,15 +100,15 @@ def _values(
     trained = _training_facts(records)
     finished = settings_made(run.folder, recipe)
     left_out = _left_out(records, scores)
-    headline = headline_of(recipe, run.options.published or recipe, scores[subset])
+    headline = headline_of(recipe, run.options.published_recipe or recipe, scores[subset])
     deviations = _differences_from_the_row(run, finished, headline, left_out)
     cell = None
-    if recipe.reproduces and run.options.published and not deviations:
+    if recipe.reproduces and run.options.published_recipe and not deviations:
         cell = dataclasses.asdict(recipe.reproduces)
     metrics = {name: flat_metrics(of_subset) for name, of_subset in scores.items()}
     if "valid_ppl" in summary:
         metrics[subset]["valid_ppl"] = summary.pop("valid_ppl")
-    accuracies, zero_shot = result_in(run.folder, run.model)
+    accuracies, zero_shot = result_in(run.folder, run.model_path)
     beam = selected(finished["evaluation"], ("beam", "lenpen"))
     values: Values = {
         "experiment": recipe.experiment,
@@ -204,7 +204,7 @@ def _differences_from_the_row(
 ) -> list[str]:
     """Differences between a finished run and its recipe's row; [] for a recipe that reproduces none."""
     recipe = run.recipe
-    published = run.options.published
+    published = run.options.published_recipe
     if not published or not recipe.reproduces:
         return []
     data = data_differences(published, run.prepared.folder, run.prepared.sentences, claim=True)

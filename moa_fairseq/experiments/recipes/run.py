@@ -1,9 +1,8 @@
 """A recipe with the devices, the folder and the options of its run."""
 
+import argparse
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import moa_fairseq
 from moa_fairseq.experiments.data.binarised import Prepared
@@ -11,9 +10,10 @@ from moa_fairseq.experiments.make import Step
 from moa_fairseq.experiments.recipes.checkpoints import pretrained_checkpoint
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.schema import Recipe
+from moa_fairseq.experiments.records.json_files import Values
 from moa_fairseq.process import flags, positional
 
-UNKNOWN = Prepared(Path(), {}, "")  # before the prepare stage
+NOT_PREPARED = Prepared(folder=Path(), sentences={}, fingerprint="")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Options:
         restart: whether the run folder is moved aside first.
         record: a further file for the result, or with --stage train for the speed of the training.
         command_line: the command line of this program, for result.json.
-        preparation: the command line that makes only the data.
+        prepare_command: the command line that makes only the data.
         user_dir: the user's own plugin, which imports this package.
         data_root: the folder of data sets.
-        published: the recipe without any --set, which may reproduce a row of a paper.
-        training: the flags of the training as fairseq parsed them, for checks before it starts.
+        published_recipe: the recipe without any --set, which may reproduce a row of a paper.
+        training_flags: the flags of the training as fairseq parsed them, for checks before it starts.
     """
 
     stage: str = "all"
@@ -40,11 +40,11 @@ class Options:
     restart: bool = False
     record: Path | None = None
     command_line: str = ""
-    preparation: str = ""
+    prepare_command: str = ""
     user_dir: Path | None = None
     data_root: Path = Path("data")
-    published: Recipe | None = None
-    training: Any = None
+    published_recipe: Recipe | None = None
+    training_flags: argparse.Namespace | None = None
 
     def includes_stage(self, stage: str) -> bool:
         """True if --stage includes this stage."""
@@ -67,7 +67,7 @@ class Run:
     hardware: Hardware
     folder: Path
     options: Options
-    prepared: Prepared = UNKNOWN
+    prepared: Prepared = NOT_PREPARED
 
     @property
     def checkpoints(self) -> Path:
@@ -75,7 +75,7 @@ class Run:
         return self.folder / "checkpoints"
 
     @property
-    def model(self) -> Path:
+    def model_path(self) -> Path:
         """The checkpoint to evaluate."""
         if self.recipe.pretrained and self.recipe.finetune == "noft":
             return pretrained_checkpoint(self.recipe.pretrained)
@@ -83,17 +83,17 @@ class Run:
             return self.folder / "average.pt"
         return self.checkpoints / "checkpoint_best.pt"
 
-    def includes(self, step: Step) -> bool:
-        """True if --stage includes a step; a step's name, such as generate-test, begins with its stage."""
-        stage = self.options.stage
-        return stage == "all" or step.name.startswith(stage.replace("-", "_"))
+    def includes_step(self, step: Step) -> bool:
+        """True if --stage includes the step's stage: generate-test is of generate, zero_shot of zero-shot."""
+        stage = step.name.partition("-")[0].replace("_", "-")
+        return self.options.includes_stage(stage)
 
     @property
-    def conditions(self) -> dict[str, Any]:
+    def conditions(self) -> Values:
         """What the provenance of every step has in addition to commit and versions."""
         return {"hardware": self.hardware.describe(), "command": self.options.command_line}
 
-    def command(self, program: str, values: Mapping[str, Any]) -> list[str]:
+    def command(self, program: str, values: Values) -> list[str]:
         """The command of a fairseq program on the data, with the plugin, the task and the given flags.
 
         Args:
@@ -103,10 +103,7 @@ class Run:
         Raises:
             UserError: for a value that looks like a flag.
         """
-        line: dict[str, Any] = {
-            "user-dir": str(self.options.user_dir or Path(moa_fairseq.__file__).parent)
-        }
-        line.update(self.recipe.task_flags)
-        line.update(values)
-        line["cpu"] = not self.hardware.gpus
+        plugin = self.options.user_dir or Path(moa_fairseq.__file__).parent
+        task_flags = self.recipe.task_flags
+        line = {"user-dir": str(plugin)} | task_flags | values | {"cpu": not self.hardware.gpus}
         return [program, positional(self.prepared.folder), *flags(line)]

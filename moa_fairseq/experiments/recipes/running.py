@@ -76,7 +76,7 @@ def run_recipe(
     if dry_run:
         run = _fit_to_data_and_devices(run, show_preparation(run, executor))
         executor.environment = run.hardware.environment
-        make(steps(run), folder, executor=executor, dry_run=True, wanted=run.includes)
+        make(steps(run), folder, executor=executor, dry_run=True, wanted=run.includes_step)
         return None
     if options.restart and folder.exists():
         _move_aside(folder)
@@ -115,7 +115,7 @@ def _run_stages(run: Run, recipe: Recipe, executor: Executor, started: float) ->
     all_steps = steps(run)
     if options.stage != "prepare":
         main_steps = [step for step in all_steps if step.name != ZERO_SHOT]
-        make(main_steps, folder, executor=executor, wanted=run.includes)
+        make(main_steps, folder, executor=executor, wanted=run.includes_step)
     _write_recipe(recipe, folder)  # not run.recipe, in which `fit` has set train.min_tokens
     result = record(run, started)
     # This step adds to the result, which exists even if the step fails
@@ -228,13 +228,13 @@ def _fit_to_data_and_devices(run: Run, prepared: Prepared) -> Run:
     if not hardware.is_main_process:
         return run
     options = run.options
-    if data and options.training:
-        check_sentences(recipe, options.training, data)
+    if data and options.training_flags:
+        check_sentences(recipe, options.training_flags, data)
     if options.includes_stage("train") and recipe.finetune != "noft":
         if fewer:
             log.warning(fewer)
         _log_training_plan(run, data)
-    if data and recipe.reproduces and options.published:
+    if data and recipe.reproduces and options.published_recipe:
         _log_reproduction_status(run, data)
     elif data and options.data:
         deviations = data_differences(recipe, data, {})
@@ -258,10 +258,10 @@ def _log_training_plan(run: Run, data: Path | None) -> None:
     log.info(batch.describe())
     if data:
         check_ending(recipe, batch, data)
-    if options.training:
+    if options.training_flags:
         size = training_set(recipe, data) if recipe.train.max_epoch else None
         updates = planned_updates(recipe.train, batch, size)
-        warning = schedule_warning(options.training, updates)
+        warning = schedule_warning(options.training_flags, updates)
         if warning:
             log.info(warning)
     if world := hardware.world:
@@ -274,7 +274,7 @@ def _log_reproduction_status(run: Run, data: Path) -> None:
     """Log whether the run reproduces a paper's row, or the differences."""
     recipe = run.recipe
     cell = recipe.reproduces
-    published = run.options.published
+    published = run.options.published_recipe
     assert cell and published
     sentences = run.prepared.sentences
     if not sentences:

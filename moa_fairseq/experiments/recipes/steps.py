@@ -234,7 +234,7 @@ def _average(run: Run, average: Average, train: Step) -> Step:
         }
 
     line = ["moa-fairseq", "average", *flags(values)]
-    return Step("average", run.model, line, inputs, conditions=run.conditions)
+    return Step("average", run.model_path, line, inputs, conditions=run.conditions)
 
 
 def _evaluated(
@@ -250,7 +250,7 @@ def _evaluated(
     """
 
     def inputs() -> Values:
-        if not is_whole(run.model):
+        if not is_whole(run.model_path):
             missing = "average" if run.recipe.average else "train"
             remedy = f"Run --stage {missing} first"
             # The train stage would do nothing then
@@ -258,9 +258,9 @@ def _evaluated(
                 remedy = (
                     "If the training is done, average its checkpoints by --set average.epochs=N"
                 )
-            raise UserError(f"{run.model} is missing or cut off. {remedy}.")
+            raise UserError(f"{run.model_path} is missing or cut off. {remedy}.")
         record = {"settings": settings, "data": run.prepared.fingerprint, "subset": subset}
-        record.update(made=model_steps[-1] if model_steps else None, model=run.model)
+        record.update(made=model_steps[-1] if model_steps else None, model=run.model_path)
         return record
 
     return inputs
@@ -269,7 +269,7 @@ def _evaluated(
 def _generate(run: Run, section: Generate, subset: str, model_steps: list[Step]) -> Step:
     """The step of the beam search, in fp32 so that scores do not depend on the hardware."""
     by_pieces = run.recipe.data.segmentation == SENTENCEPIECE
-    values: Values = {"path": str(run.model), "gen-subset": subset}
+    values: Values = {"path": str(run.model_path), "gen-subset": subset}
     values.update(
         {"beam": section.beam, "lenpen": section.lenpen, "max-tokens": section.max_tokens}
     )
@@ -343,7 +343,7 @@ def _evaluate(run: Run, section: Score, subset: str, model_steps: list[Step]) ->
     """The step of a language model's perplexity or a classifier's accuracy, in fp32 like translations."""
     kind = run.recipe.kind
     name = f"score-{subset}"
-    model = str(run.model)
+    model = str(run.model_path)
     inputs = _evaluated(run, dataclasses.asdict(section), subset, model_steps)
     if kind == CAUSAL_LM:
         line = run.command("fairseq-eval-lm", {"path": model, "gen-subset": subset} | section.flags)

@@ -42,8 +42,8 @@ def test_all_rows_are_run_one_after_the_other(started):
         flags = recipe.train.flags
         losses.add((recipe.model.num_experts, flags["load-balance-coef"], flags["z-loss-coef"]))
         assert (
-            options.published.reproduces == recipe.reproduces
-            and options.published.train == recipe.train
+            options.published_recipe.reproduces == recipe.reproduces
+            and options.published_recipe.train == recipe.train
         )
         assert recipe.reproduces.table == ("7" if recipe.row else "1")
     each = {(0.01, 0.0), (0.0, 0.01), (0.0, 0.001), (0.01, 0.001), (0.01, 0.01)}
@@ -75,7 +75,7 @@ def test_one_row_with_its_folder_and_record(started):
     assert str(options.save_dir) == "runs/x_nobcd"
     assert options.record.name == "wmt14_ende_one_expert_nobcd.json"
     # A line that needs no --row
-    assert "generate.flags.model-overrides=null" in options.preparation
+    assert "generate.flags.model-overrides=null" in options.prepare_command
 
 
 def test_a_row_that_the_file_does_not_have_is_refused(started, capsys):
@@ -91,7 +91,10 @@ def test_each_seed_draws_another_expert_and_stands_for_the_row(started):
             "mae_evaluate_with": "random-expert",
             "mae_evaluate_seed": seed,
         }
-        assert options.published.generate == recipe.generate and recipe.reproduces.row == RANDOM
+        assert (
+            options.published_recipe.generate == recipe.generate
+            and recipe.reproduces.row == RANDOM
+        )
     ((recipe, _),) = started(ONE_EXPERT)
     assert recipe.generate.flags["model-overrides"] == "{'mae_evaluate_with': 'top-expert'}"
 
@@ -109,14 +112,15 @@ def test_seeds_of_several_rows_have_no_mean(started, monkeypatch, tmp_path, caps
 @pytest.mark.parametrize("row", [(), ("--row", "NOBCD")])
 def test_another_pretrained_model_stands_for_no_row(started, row):
     ((recipe, options),) = started(ONE_EXPERT, *row, "--set", "pretrained=runs/mine")
-    assert recipe.pretrained == "runs/mine" and options.published is None
+    assert recipe.pretrained == "runs/mine" and options.published_recipe is None
 
 
 def test_where_rows_do_not_differ_in_it_any_pretrained_model_will_do(started):
     words = ("--set", "pretrained=runs/mine")
     ((recipe, options),) = started("iwslt14_ende_mae7_transfer", "--row", "FTG", *words)
     assert (
-        options.published.pretrained == recipe.pretrained == "runs/mine" and recipe.row == "FTG"
+        options.published_recipe.pretrained == recipe.pretrained == "runs/mine"
+        and recipe.row == "FTG"
     )
 
 

@@ -346,7 +346,7 @@ def go(small, write_config, tmp_path, monkeypatch, make_lines, said):
     def run(*overrides, of=(), **options):
         said.clear()
         options.setdefault("data", binarised)
-        more = Options(**options, published=load_recipe(path, of))
+        more = Options(**options, published_recipe=load_recipe(path, of))
         return list(said), run_recipe(load_recipe(path, overrides), CPU, more, FakeExecutor)
 
     return run
