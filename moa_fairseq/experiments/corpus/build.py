@@ -5,12 +5,11 @@ line; `SOURCES.json`; and `manifest.json` with the sha256 of every file, written
 """
 
 import hashlib
-import itertools
 import json
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +29,7 @@ _DOWNLOADS_AT_ONCE = 4
 SPLITS = ("train", "valid", "test")
 TEST_PAIRS = 1500
 VALID_PAIRS = 1000
-# The largest shares of a corpus that become test and valid: one of fewer packages is smaller.
+# The largest shares that become test and valid, for a small corpus
 MAX_TEST_SHARE = 1 / 12
 MAX_VALID_SHARE = 1 / 18
 # Ending of a split's file → the field of `SourcedPair` that it has
@@ -105,11 +104,11 @@ def build(
         Unavailable: for a wheel that is not available, unless `allow_missing` is true; if no wheel is
             available, always.
     """
-    rules = hashlib.sha256(json.dumps([_RULES, packages]).encode()).hexdigest()
-    manifest = saved_json(output / MANIFEST)
-    is_current = manifest.get("rules") == rules and not manifest["missing"]
-    if is_current and _is_complete(output, manifest):
-        return dict(manifest, built=False)
+    fingerprint = hashlib.sha256(json.dumps([_RULES, packages]).encode()).hexdigest()
+    earlier = saved_json(output / MANIFEST)
+    is_current = earlier.get("rules") == fingerprint and not earlier["missing"]
+    if is_current and _is_complete(output, earlier):
+        return dict(earlier, built=False)
     _refuse_other_files(output)
     pairs, sources, missing = _read_packages(packages, cache, folder, offline, allow_missing)
     if not sources:
@@ -117,7 +116,14 @@ def build(
             "None of the packages could be fetched, so there is no text for the corpus."
         )
     # Marks the folder as one of this command, whose corpus is still incomplete
-    write_json(output / MANIFEST, {"rules": rules, "missing": []})
+    write_json(output / MANIFEST, {"rules": fingerprint, "missing": []})
+    manifest = {"rules": fingerprint, "missing": missing} | _write_corpus(output, pairs, sources)
+    write_json(output / MANIFEST, manifest)
+    return dict(manifest, built=True)
+
+
+def _write_corpus(output: Path, pairs: list[SourcedPair], sources: list[Values]) -> Values:
+    """Write the files of all splits and SOURCES.json. Returns what the manifest says of them."""
     used: Counter[str] = Counter()
     sizes = {}
     files = [SOURCES]
@@ -125,17 +131,13 @@ def build(
         sizes[split] = _write_split(output, split, members)
         used.update(pair.package for pair in members)
         files += [f"{split}.{extension}" for extension in _COLUMNS]
-    manifest = {
-        "rules": rules,
-        "missing": missing,
+    write_json(output / SOURCES, [dict(source, pairs=used[source["name"]]) for source in sources])
+    return {
         "pairs": {source["name"]: used[source["name"]] for source in sources},
         "download_bytes": sum(source["size"] for source in sources),
         "splits": sizes,
+        "files": {name: checksum(output / name) for name in files},
     }
-    write_json(output / SOURCES, [dict(source, pairs=used[source["name"]]) for source in sources])
-    manifest["files"] = {name: checksum(output / name) for name in files}
-    write_json(output / MANIFEST, manifest)
-    return dict(manifest, built=True)
 
 
 def _write_split(output: Path, split: str, pairs: Sequence[SourcedPair]) -> dict[str, int]:
@@ -167,8 +169,10 @@ def _refuse_other_files(output: Path) -> None:
     """Raise UserError for a folder with a corpus that this command did not write."""
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file. Give a folder.")
-    names = map(".".join, itertools.product(SPLITS, ("en", "de")))
-    strangers = [name for name in names if (output / name).exists()]
+    strangers = []
+    for split in SPLITS:
+        names = (f"{split}.en", f"{split}.de")
+        strangers += [name for name in names if (output / name).exists()]
     if strangers and not (output / MANIFEST).exists():
         raise UserError(
             f"--output {output} has {', '.join(strangers)} but no {MANIFEST}, so this command did not make "
@@ -190,31 +194,40 @@ def _read_packages(
     pairs: list[SourcedPair] = []
     sources: list[Values] = []
     missing = []
+    at_hand = [folder] if folder else []
     # Fetched a few at a time, and read in the order of the list, whichever arrives first.
-    with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
-        places = ([folder] if folder else [], cache, offline)
-        futures = [pool.submit(obtain, package.public_file, *places) for package in packages]
-        try:
-            for number, (package, future) in enumerate(zip(packages, futures), 1):
-                size = f"{package.size / 1e6:.1f} MB"
-                label = f"[{number:2d}/{len(packages)}] {package.name} {package.version} ({size})"
-                try:
-                    wheel = future.result()
-                except Unavailable as error:
-                    if not allow_missing:
-                        raise
-                    missing.append(package.name)
-                    log.info(f"{label}: left out. {error}")
-                    continue
-                clean: dict[tuple[str, str], None] = {}
-                for message in read_messages(wheel):
-                    clean.update(dict.fromkeys(clean_message(*message)))
-                pairs += [SourcedPair(*pair, package.name) for pair in clean]
-                sources.append(dict(package._asdict(), licence=read_licence(wheel)))
-                log.info(f"{label}: {len(clean):,} clean pairs")
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ThreadPoolExecutor(_DOWNLOADS_AT_ONCE)
+    try:
+        futures = [
+            pool.submit(obtain, package.public_file, at_hand, cache, offline)
+            for package in packages
+        ]
+        for number, (package, future) in enumerate(zip(packages, futures), 1):
+            size = f"{package.size / 1e6:.1f} MB"
+            label = f"[{number:2d}/{len(packages)}] {package.name} {package.version} ({size})"
+            try:
+                wheel = future.result()
+            except Unavailable as error:
+                if not allow_missing:
+                    raise
+                missing.append(package.name)
+                log.info(f"{label}: left out. {error}")
+                continue
+            clean = _clean_pairs(read_messages(wheel), package.name)
+            pairs += clean
+            sources.append(dict(package._asdict(), licence=read_licence(wheel)))
+            log.info(f"{label}: {len(clean):,} clean pairs")
+    finally:
+        pool.shutdown(cancel_futures=True)
     return pairs, sources, missing
+
+
+def _clean_pairs(messages: Iterable[tuple[str, str]], package: str) -> list[SourcedPair]:
+    """The different clean pairs of a package's messages, in their order."""
+    pairs = []
+    for message in messages:
+        pairs += [SourcedPair(*pair, package) for pair in clean_message(*message)]
+    return list(dict.fromkeys(pairs))
 
 
 def unique_pairs(pairs: Sequence[SourcedPair]) -> list[SourcedPair]:
