@@ -12,7 +12,7 @@ from moa_fairseq.experiments.scoring.chains import RunningText
 from moa_fairseq.experiments.scoring.significance import approximate_randomisation, paired
 
 
-def against(
+def compare_systems(
     first: Sequence[RunningText], second: Sequence[RunningText], trials: int = 10_000
 ) -> dict[str, Any]:
     """Two systems' mean scores by BLEU and chrF, and whether their difference could be chance.
@@ -33,61 +33,65 @@ def against(
     Raises:
         UserError: if the references or the settings of the metrics differ.
     """
-    output, *others = (*first, *second)
-    for number, text in enumerate(others, 2):
-        if text.references != output.references or _settings_of(text) != _settings_of(output):
+    outputs = [*first, *second]
+    for number, output in enumerate(outputs, 1):
+        if _common_settings(output) != _common_settings(outputs[0]):
             raise UserError(
                 f"output {number} has other references than output 1, or other letters (lower-cased or not): "
                 "only outputs of the same sentences can be compared. Generate both from one test set."
             )
-    metrics = {"BLEU": output.bleu(), "chrF": CHRF(lowercase=output.lowercase)}
-    rows = [_compare(name, metric, first, second, trials) for name, metric in metrics.items()]
+    metrics = {"BLEU": outputs[0].bleu(), "chrF": CHRF(lowercase=outputs[0].lowercase)}
     return {
-        "sentences": len(output.hypotheses),
+        "sentences": len(outputs[0].hypotheses),
         "outputs": [len(first), len(second)],
-        "metrics": rows,
+        "metrics": [
+            _metric_row(name, metric, first, second, trials) for name, metric in metrics.items()
+        ],
     }
 
 
-def _settings_of(text: RunningText) -> tuple[str, bool]:
-    """The tokeniser and the case, which all compared outputs must share."""
-    return text.tokenizer, text.lowercase
+def _common_settings(output: RunningText) -> tuple[Any, str, bool]:
+    """The references, the tokeniser and the case, which all compared outputs must share."""
+    return output.references, output.tokenizer, output.lowercase
 
 
-def _compare(
+# sacreBLEU's public functions take texts. A test scores sums of the sentences' statistics instead, for which
+# sacrebleu.significance calls the same private functions.
+def _metric_row(
     name: str,
     metric: Any,
     first: Sequence[RunningText],
     second: Sequence[RunningText],
     trials: int,
 ) -> dict[str, Any]:
-    """The row of one metric, see `against`."""
+    """The row of one metric, see `compare_systems`."""
 
     def score(total: NDArray[np.float64]) -> float:
         return float(metric._compute_score_from_stats(list(map(int, total))).score)
 
-    ours = _statistics(metric, first)
-    theirs = _statistics(metric, second)
-    scores = list(map(score, ours.sum(axis=1)))
-    their_scores = list(map(score, theirs.sum(axis=1)))
-    mean = float(np.mean(scores))
-    baseline = float(np.mean(their_scores))
+    first_statistics = _statistics(metric, first)
+    second_statistics = _statistics(metric, second)
+    first_scores = list(map(score, first_statistics.sum(axis=1)))
+    second_scores = list(map(score, second_statistics.sum(axis=1)))
+    first_mean = float(np.mean(first_scores))
+    second_mean = float(np.mean(second_scores))
     row: dict[str, Any] = {
         "metric": name,
-        "first": mean,
-        "second": baseline,
-        "difference": mean - baseline,
-        "p": approximate_randomisation(ours, theirs, score, trials=trials),
+        "first": first_mean,
+        "second": second_mean,
+        "difference": first_mean - second_mean,
+        "p": approximate_randomisation(first_statistics, second_statistics, score, trials),
     }
     if len(first) == len(second) > 1:
-        test = paired([x - y for x, y in zip(scores, their_scores)], 0)
+        differences = [x - y for x, y in zip(first_scores, second_scores)]
+        test = paired(differences, margin=0)  # without a test of equivalence
         row.update(low=test.low, high=test.high, p_seeds=test.p)
     row["signature"] = f"{name}|{metric.get_signature()}"
     return row
 
 
 def _statistics(metric: Any, texts: Sequence[RunningText]) -> NDArray[np.float64]:
-    """The sufficient statistics of each output and sentence, [S, N, F], as in sacrebleu.significance."""
+    """The sufficient statistics of each output and sentence, [S, N, F]."""
     rows = [metric._extract_corpus_statistics(text.hypotheses, text.references) for text in texts]
     return np.array(rows, float)
 

@@ -50,7 +50,7 @@ from typing import Any
 from moa_fairseq.errors import UserError, printable
 from moa_fairseq.experiments.data.parallel_text import hyphens
 from moa_fairseq.experiments.scoring import classification, masked_lm
-from moa_fairseq.experiments.scoring.against import against, interval_of
+from moa_fairseq.experiments.scoring.against import compare_systems, interval_of
 from moa_fairseq.experiments.scoring.chains import (
     CHAINS,
     DEFAULT_CHAINS,
@@ -283,7 +283,7 @@ def _compare(ours: list[Output], theirs: list[Output], as_json: bool) -> int:
     first = [running_text(texts) for texts, _ in ours]
     second = [running_text(texts) for texts, _ in theirs]
     _warn(dict.fromkeys(text.warning for text in (*first, *second) if text.warning))
-    content = against(first, second)
+    content = compare_systems(first, second)
     if as_json:
         print(json.dumps(content, indent=2))
         return 0

@@ -21,7 +21,7 @@ from moa_fairseq.experiments.records.json_files import (
     read_json,
     selected,
 )
-from moa_fairseq.experiments.scoring.against import against
+from moa_fairseq.experiments.scoring.against import compare_systems
 from moa_fairseq.experiments.scoring.branch import branch_size
 from moa_fairseq.experiments.scoring.chains import RunningText, Texts, running_text
 from moa_fairseq.experiments.scoring.complexity import complexity
@@ -318,7 +318,7 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[Row]:
         log.info("%s: exchanging the outputs of %d seeds at random", name, len(seeds))
         ours = [first[seed] for seed in seeds]
         theirs = [second[seed] for seed in seeds]
-        for row in against(ours, theirs)["metrics"]:
+        for row in compare_systems(ours, theirs)["metrics"]:
             rows.append({"contrast": name, "n": len(seeds)} | row)
     rows.sort(key=lambda row: row["metric"])  # the contrasts of a metric keep their order
     for metric, p in itertools.product(("BLEU", "chrF"), ("p", "p_seeds")):

@@ -14,14 +14,14 @@ from scipy import stats
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring import score
-from moa_fairseq.experiments.scoring.against import against
+from moa_fairseq.experiments.scoring.against import compare_systems
 from moa_fairseq.experiments.scoring.chains import Texts, running_text
 
 
 @pytest.fixture
 def few_trials(monkeypatch):
     """Where p does not depend on them."""
-    monkeypatch.setattr(score, "against", functools.partial(against, trials=20))
+    monkeypatch.setattr(score, "compare_systems", functools.partial(compare_systems, trials=20))
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_unequal_numbers_of_outputs_are_no_pairs(outputs):
         name: Texts(Path(outputs[name]).read_text().splitlines(), [reference]) for name in "abc"
     }
     texts = {name: running_text(text) for name, text in texts.items()}
-    for row in against(
+    for row in compare_systems(
         [texts[name] for name in "abc"], [texts[name] for name in "ab"], trials=3
     )["metrics"]:
         assert "p_seeds" not in row and "low" not in row
@@ -119,7 +119,7 @@ def test_outputs_with_other_references_are_refused():
     texts = [running_text(Texts(["b b"], [[word]])) for word in "ab"]
     for first, second in (texts, texts[::-1]):
         with pytest.raises(UserError, match="other references"):
-            against([first], [second])
+            compare_systems([first], [second])
 
 
 def test_a_system_does_not_differ_from_itself(outputs, few_trials, capsys):
