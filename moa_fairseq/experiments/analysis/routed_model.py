@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring.trained_model import batches, device_for
+from moa_fairseq.layers.routing import Routing
 from moa_fairseq.plugin.forward_context import NamedRoutings, collect_routings
 
 # First and last part of a module's path → label of its kind of attention, in the order of the pictures
@@ -32,7 +33,7 @@ def forward_passes(
         max_tokens: the largest number of tokens of a batch.
         cpu: whether the model runs on the CPU although there is a GPU.
 
-    Returns:
+    Yields:
         For every batch, the batch and the routings of all routers in forward order.
 
     Raises:
@@ -43,7 +44,7 @@ def forward_passes(
     model.to(device).eval()  # in fairseq's hub `eval` returns nothing
     for sample in batches(task, model, subset, max_tokens, device):
         with torch.no_grad(), collect_routings() as routings:
-            # There is no router in the output layer
+            # Without the output layer, which has no router and may have large logits
             model(**sample["net_input"], features_only=True)
         if not routings:
             raise UserError(
@@ -82,6 +83,30 @@ class RouterUse:
     instances: int = 0
     total_entropy: float = 0.0
 
+    @classmethod
+    def empty(cls, name: str, routing: Routing) -> "RouterUse":
+        """No decisions yet, of the router that made `routing`."""
+        counts, gate_mass = torch.zeros(
+            2, routing.num_experts - routing.shared, dtype=torch.float64
+        )
+        favourites = torch.zeros(routing.probs.size(1), dtype=torch.float64)
+        experts_per_token = routing.expert_ids.size(1) - routing.shared
+        return cls(name, experts_per_token, counts, gate_mass, favourites, routing.scope)
+
+    def add(self, routing: Routing) -> None:
+        """Add the decisions of one forward pass."""
+        real = slice(None) if routing.padding is None else ~routing.padding
+        gates = routing.gates.detach()[real].double()
+        probs = routing.probs.detach()[real]
+        gate_mass = gates.new_zeros(routing.num_experts)
+        gate_mass.scatter_add_(0, routing.expert_ids[real].flatten(), gates.flatten())
+        favourites = torch.bincount(probs.argmax(-1), minlength=probs.size(1))
+        self.counts += routing.expert_counts.double().cpu()
+        self.gate_mass += gate_mass[routing.shared :].cpu()
+        self.favourites += favourites.cpu()
+        self.instances += len(probs)
+        self.total_entropy += torch.special.entr(probs.double()).sum().item()
+
 
 def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
     """The decisions of each router in several forward passes, in the order in which the routers first ran.
@@ -91,25 +116,9 @@ def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
     """
     uses: dict[str, RouterUse] = {}
     for name, routing in chain.from_iterable(passes):
-        padding = routing.padding
-        shared = routing.shared
-        real = slice(None) if padding is None else ~padding
-        index = routing.expert_ids.detach()[real]
-        gate = routing.gates.detach()[real]
-        probs = routing.probs.detach()[real]
         if name not in uses:
-            counts, mass = torch.zeros(2, routing.num_experts - shared, dtype=torch.float64)
-            favourites = torch.zeros(probs.size(1), dtype=torch.float64)
-            k = index.size(1) - shared
-            uses[name] = RouterUse(name, k, counts, mass, favourites, routing.scope)
-        use = uses[name]
-        use.counts += routing.expert_counts.double().cpu()
-        gate_mass = gate.new_zeros(routing.num_experts, dtype=torch.float64)
-        gate_mass.scatter_add_(0, index.flatten(), gate.double().flatten())
-        use.gate_mass += gate_mass[shared:].cpu()
-        use.favourites += torch.bincount(probs.argmax(-1), minlength=probs.size(1)).cpu()
-        use.instances += len(probs)
-        use.total_entropy += torch.special.entr(probs.double()).sum().item()
+            uses[name] = RouterUse.empty(name, routing)
+        uses[name].add(routing)
     return list(uses.values())
 
 
@@ -130,8 +139,9 @@ def by_kind(summaries: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any
     Args:
         summaries: the measurements of each module, whose path is their "name".
     """
-    groups = {}
-    for label, side in product((*KINDS_OF_ATTENTION.values(), "other"), ("", ", keys")):
-        if group := [item for item in summaries if kind_of(item["name"]) == label + side]:
-            groups[label + side] = group
-    return groups
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for kind in (*KINDS_OF_ATTENTION.values(), "other"):
+        groups |= {kind: [], f"{kind}, keys": []}
+    for summary in summaries:
+        groups[kind_of(summary["name"])].append(summary)
+    return {kind: group for kind, group in groups.items() if group}
