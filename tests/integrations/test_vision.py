@@ -1,6 +1,7 @@
 """timm's vision Transformers as mixtures of heads: dense where all heads work, kept or refused by name."""
 
 import copy
+import io
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ except (ImportError, RuntimeError) as error:
     )
 
 import torch
+from threads import assert_same_in_threads
 from timm.utils import ModelEmaV2, ModelEmaV3
 from torch._dynamo.testing import CompileCounter
 
@@ -165,6 +167,69 @@ def test_an_average_of_weights_is_a_mixture(kind):
     mixture(shared_heads=1, active=11, num_heads=16).load_state_dict(
         average.module.state_dict()
     )
+
+
+@routers
+def test_a_model_of_pickle_is_a_mixture_of_its_own(router):
+    model = mixture(router=router)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    other = torch.load(stream, weights_only=False)
+    torch.testing.assert_close(logits(other), logits(model), rtol=0, atol=0)
+    calls = []
+    for each in mixtures_of(other):
+        each.router.register_forward_hook(lambda *_: calls.append(1))
+    logits(model)
+    assert not calls
+    logits(other)
+    assert len(calls) == 2
+
+
+def gradients_with_balance(model):
+    model.zero_grad()
+    with collect_routings(model) as routings:
+        out = model(images(next(model.parameters()).dtype))
+    (out.square().mean() + balance_loss(routings)).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_checkpointing_is_exact_or_refused(monkeypatch):
+    model = mixture().train()
+    wanted = gradients_with_balance(model)
+    model.set_grad_checkpointing()
+    torch.testing.assert_close(gradients_with_balance(model), wanted, **exact)
+    monkeypatch.setattr("timm.layers.config._REENTRANT_CKPT", True, raising=False)
+    monkeypatch.setattr("timm.models._manipulate.use_reentrant_ckpt", lambda: True)
+    with pytest.raises(UserError, match="use_reentrant"):
+        gradients_with_balance(model)
+
+
+def test_autocast_and_half_precision():
+    model = mixture(router="learned", dtype=torch.float32).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(grad.isfinite().all() for grad in gradients_with_balance(model))
+    assert logits(model.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("target", ("qkv", "proj"))
+def test_an_adapter_is_the_same_merged_or_not(target):
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=[target], init_lora_weights=False, lora_alpha=64)
+    model = peft.get_peft_model(mixture(), settings).eval()
+    apart = logits(model)
+    assert (apart - logits(mixture())).abs().max() > 1e-2
+    torch.testing.assert_close(logits(model.merge_and_unload()), apart, rtol=0, atol=1e-5)
+
+
+def test_passes_in_threads_are_those_of_one():
+    model = mixture("deit")
+
+    @torch.no_grad()
+    def run(number):
+        return model(images()[: 1 + number % 3] + number)
+
+    assert_same_in_threads(run)
 
 
 def test_routings_are_there_after_the_block_without_gradients_too():
