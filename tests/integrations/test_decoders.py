@@ -320,11 +320,12 @@ def alone():
     return dense(**ALONE)
 
 
-def mamba():
-    from transformers import MambaConfig, MambaForCausalLM
+def tiny(name, **sizes):
+    """A model of a few weights, of a kind that is no mixture."""
+    import transformers
 
-    sizes = {"vocab_size": 9, "num_hidden_layers": 2, "hidden_size": 8, "state_size": 2}
-    return MambaForCausalLM(MambaConfig(**sizes))
+    config, kind = (getattr(transformers, name + end) for end in ("Config", "ForCausalLM"))
+    return kind(config(vocab_size=9, num_hidden_layers=2, hidden_size=8, **sizes))
 
 
 BY_LAYER = {"shared_heads": None, "active": None}
@@ -333,7 +334,8 @@ REFUSED = {
     "already": (twice, {}, "already"),
     "without a language model": (lambda: dense().model, {}, "AutoModelForCausalLM"),
     "another module": (lambda: torch.nn.Linear(2, 2), {}, "Linear"),
-    "Mamba": (mamba, {}, "MambaForCausalLM has no attention"),
+    "Mamba": (lambda: tiny("Mamba", state_size=2), {}, "MambaForCausalLM has no attention"),
+    "RWKV": (lambda: tiny("Rwkv"), {}, "RwkvForCausalLM has no attention"),
     "fused queries": (neox, {"router": "query-norm"}, "queries='q_proj'"),
     "no such output": (dense, {"output": "nothing"}, "nothing .*o_proj, q_proj"),
     "queries as output": (alone, {"output": "q_proj"}, "output='q_proj'"),

@@ -306,6 +306,14 @@ def test_a_loss_of_ones_own_has_no_balance_and_that_is_said():
         model.eval()(ids)
 
 
+def test_autocast():
+    model = mixture(router="learned", balance=1.0, changes={"dtype": torch.float32}).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**padded()).loss
+    loss.backward()
+    assert all(grad.isfinite().all() for grad in gradients(model).values())
+
+
 class Rows(torch.utils.data.Dataset):
     """The same row again and again, or different ones; a column that no model reads."""
 
