@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from subword_nmt.apply_bpe import BPE
 
@@ -55,6 +55,7 @@ def test_pieces_give_the_words_back(tmp_path, kind):
     pieces.learn(text, "text", 300, path, **pieces.translation_settings(kind, True))
     codec = PieceCodec(pieces.processor(str(path)))
 
+    @settings(max_examples=settings.default.max_examples // 2)
     @given(LINES)
     def check(line):
         text = codec.decode(as_symbols(codec.encode(line)))

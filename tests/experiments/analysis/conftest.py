@@ -37,16 +37,7 @@ def analyze(tmp_path):
 
     def run(kind, model, data, *flags):
         out = [] if kind == "expert-tokens" else ["--output", tmp_path / "analysis.png"]
-        words = [
-            "analyze",
-            kind,
-            model,
-            "--data",
-            data,
-            "--cpu",
-            "--json",
-            tmp_path / "analysis.json",
-        ]
+        words = f"analyze {kind} {model} --data {data} --cpu --json {tmp_path}/analysis.json".split()
         assert main([*map(str, [*words, *out, *flags])]) == 0
         return json.loads((tmp_path / "analysis.json").read_text())
 

@@ -72,7 +72,7 @@ def test_both_sides_of_switchhead_show_their_experts(save_model, toy_data, tmp_p
 
 
 def command_of(checkpoint, data):
-    return ["analyze", "attention-maps", str(checkpoint), "--data", str(data), "--cpu"]
+    return f"analyze attention-maps {checkpoint} --data {data} --cpu".split()
 
 
 @pytest.mark.thorough

@@ -9,7 +9,7 @@ def test_what_cannot_be_drawn_is_said_before_anything_runs(tmp_path, capsys):
     flags = ["--output", str(tmp_path / "curve.svg")]
     assert main(["analyze", "learning-curve", str(tmp_path), *flags]) == 2
     assert "must end in .png" in capsys.readouterr().err
-    flags = ["--output", str(tmp_path / "curve.png"), "--from-epoch", "0"]
+    flags = f"--output {tmp_path}/curve.png --from-epoch 0".split()
     assert main(["analyze", "learning-curve", str(tmp_path), *flags]) == 2
     assert "--from-epoch 0" in capsys.readouterr().err
 
@@ -20,11 +20,11 @@ def test_what_cannot_be_drawn_is_said_before_anything_runs(tmp_path, capsys):
 def test_what_a_run_made_is_not_overwritten(name, tmp_path, capsys):
     made = tmp_path / name
     made.write_text("made by the run")
-    flags = ["--output", str(tmp_path / "load.png"), "--json", str(made)]
+    flags = f"--output {tmp_path}/load.png --json {made}".split()
     assert main(["analyze", "expert-load", str(tmp_path), *flags]) == 2
     assert f"--json {made} is the same file as the input" in capsys.readouterr().err
     link = tmp_path / "curve.png"
     link.symlink_to(name)
-    assert main(["analyze", "learning-curve", str(made), "--output", str(link)]) == 2
+    assert main(f"analyze learning-curve {made} --output {link}".split()) == 2
     assert f"--output {link} is the same file as the input" in capsys.readouterr().err
     assert made.read_text() == "made by the run"

@@ -82,15 +82,6 @@ def test_batches_with_padding_count_as_a_loop_over_single_sentences(
     assert [row["instance"] for row in rows] == ["sequence"] * 2 + ["position"] * 4
 
 
-def test_the_numbers_say_of_which_model_and_text_they_are_and_what_made_them(
-    mae, toy_data, analyze, monkeypatch
-):
-    monkeypatch.setattr(provenance, "commit", lambda: "abc")
-    found = analyze("gates", mae, toy_data)
-    assert found["made_by"]["commit"] == "abc"
-    assert (found["checkpoint_sha256"], found["data"]) == (checksum(mae), str(toy_data))
-
-
 @pytest.mark.thorough
 def test_a_language_model_has_gates_for_each_position(
     text_data, save_model, tmp_path, analyze, each_sentence
@@ -169,16 +160,22 @@ def test_means_are_over_the_modules_of_a_kind():
     }
 
 
-def test_command_writes_picture_and_numbers(mae, toy_data, make_run, analyze, tmp_path, capsys):
+def test_command_writes_picture_and_numbers(
+    mae, toy_data, make_run, analyze, tmp_path, capsys, monkeypatch
+):
+    """The numbers say of which model and text they are, and what made them."""
+    monkeypatch.setattr(provenance, "commit", lambda: "abc")
     report = analyze("gates", make_run(mae), toy_data)
     printed = capsys.readouterr().out
     assert (tmp_path / "analysis.png").read_bytes().startswith(b"\x89PNG")
     assert report["subset"] == "valid" and [row["name"] for row in report["modules"]] == MODULES
     assert f"{report['means']['all']['entropy']:.4f}" in printed and "20 sequences" in printed
+    facts = (report["made_by"]["commit"], report["checkpoint_sha256"], report["data"])
+    assert facts == ("abc", checksum(mae), str(toy_data))
 
 
 def test_a_model_without_such_gates_is_told_so(toy_checkpoint, toy_data, tmp_path, capsys):
-    flags = ["--data", str(toy_data), "--output", str(tmp_path / "x.png"), "--cpu"]
+    flags = f"--data {toy_data} --output {tmp_path}/x.png --cpu".split()
     assert main(["analyze", "gates", str(toy_checkpoint), *flags]) == 2
     assert "expert-load" in capsys.readouterr().err
 

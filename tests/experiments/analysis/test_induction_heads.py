@@ -14,26 +14,8 @@ from moa_fairseq.cli import main
 from moa_fairseq.experiments.analysis.head_scores import HeadMap, HeadScore, measure_heads
 from moa_fairseq.experiments.analysis.induction_heads import draw_scores
 
-SIZES = (
-    "--decoder-layers",
-    2,
-    "--decoder-embed-dim",
-    64,
-    "--decoder-input-dim",
-    64,
-    "--decoder-output-dim",
-    64,
-)
-SIZES += (
-    "--decoder-ffn-embed-dim",
-    128,
-    "--tokens-per-sample",
-    64,
-    "--positions",
-    "rope",
-    "--dropout",
-    0,
-)
+SIZES = """--decoder-layers 2 --decoder-embed-dim 64 --decoder-input-dim 64 --decoder-output-dim 64
+    --decoder-ffn-embed-dim 128 --tokens-per-sample 64 --positions rope --dropout 0"""
 TWICE = torch.stack(
     [torch.tensor([2, *row, *row]) for row in ([9, 4, 12, 7, 22], [30, 8, 5, 11, 6])]
 )
@@ -44,7 +26,16 @@ AFTER = range(2, 6)
 
 def build(data, arch, *flags):
     torch.manual_seed(5)
-    words = [data, "--task", "language_modeling", "--arch", arch, "--cpu", *SIZES, *flags]
+    words = [
+        data,
+        "--task",
+        "language_modeling",
+        "--arch",
+        arch,
+        "--cpu",
+        *SIZES.split(),
+        *flags,
+    ]
     args = options.parse_args_and_arch(
         options.get_training_parser(), [str(word) for word in words]
     )
@@ -192,21 +183,16 @@ def test_heads_of_other_families_are_near_chance_before_training(text_data, arch
     assert len({head.name for head in heads}) == 2
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--length", "40"], "--length 40"),
-        (["--length", "5", "--sequences", "0"], "--sequences 0"),
-        (["--subset", "x"], "--subset"),
-    ],
-)
-def test_what_cannot_be_read_is_named(text_data, save_model, tmp_path, flags, message, capsys):
+def test_what_cannot_be_read_is_named(text_data, save_model, tmp_path, capsys):
     task = {"task": "language_modeling", "arch": "mae_transformer_lm_base"}
     path = save_model(text_data, tmp_path / "lm.pt", **task)
-    command = ["analyze", "induction-heads", str(path), "--data", str(text_data), "--cpu"]
-    with pytest.raises(SystemExit):
-        raise SystemExit(main([*command, *flags, "--output", str(tmp_path / "a.png")]))
-    assert message in capsys.readouterr().err
+    command = (
+        f"analyze induction-heads {path} --data {text_data} --cpu --output {tmp_path}/a.png"
+    )
+    for flags in ("--length 40", "--length 5 --sequences 0", "--subset x"):
+        with pytest.raises(SystemExit):
+            raise SystemExit(main(f"{command} {flags}".split()))
+        assert flags.removeprefix("--length 5 ") in capsys.readouterr().err
 
 
 def test_the_longest_sequences_fill_the_block_and_the_seed_draws_them(
@@ -216,18 +202,9 @@ def test_the_longest_sequences_fill_the_block_and_the_seed_draws_them(
     path = save_model(text_data, tmp_path / "lm.pt", "--tokens-per-sample", 21, **model)
     found = []
     for seed in (1, 2):
-        command = [
-            "analyze",
-            "induction-heads",
-            path,
-            "--data",
-            text_data,
-            "--cpu",
-            "--length",
-            10,
-        ]
-        command += ["--sequences", 2, "--seed", seed, "--output", tmp_path / "a.png"]
-        assert main([*map(str, command), "--json", str(tmp_path / "a.json")]) == 0
+        command = f"analyze induction-heads {path} --data {text_data} --cpu --length 10"
+        command += f" --sequences 2 --seed {seed} --output {tmp_path}/a.png"
+        assert main(f"{command} --json {tmp_path}/a.json".split()) == 0
         found.append(json.loads((tmp_path / "a.json").read_text()))
     assert found[0]["heads"] != found[1]["heads"]
     # By the symbols of the second time, but for the last
@@ -268,55 +245,18 @@ def test_a_model_trained_on_repeated_text_has_heads_that_match_and_copy(
     fairseq, preprocess, tmp_path, arch
 ):
     data = repeated(tmp_path, preprocess)
-    line = (
-        data,
-        "--user-dir",
-        USER_DIR,
-        "--cpu",
-        "--task",
-        "language_modeling",
-        "--arch",
-        arch,
-        *SIZES,
-    )
-    line += (
-        "--sample-break-mode",
-        "eos",
-        "--activation-dropout",
-        0,
-        "--attention-dropout",
-        0,
-        "--seed",
-        1,
-    )
-    line += (
-        "--optimizer",
-        "adam",
-        "--lr",
-        0.004,
-        "--lr-scheduler",
-        "inverse_sqrt",
-        "--warmup-updates",
-        100,
-    )
-    line += (
-        "--clip-norm",
-        1,
-        "--max-tokens",
-        2048,
-        "--criterion",
-        "cross_entropy",
-        "--num-workers",
-        0,
-    )
+    line = f"{data} --user-dir {USER_DIR} --cpu --task language_modeling --arch {arch} {SIZES}"
+    line += " --sample-break-mode eos --activation-dropout 0 --attention-dropout 0 --seed 1"
+    line += " --optimizer adam --lr 0.004 --lr-scheduler inverse_sqrt --warmup-updates 100"
+    line += " --clip-norm 1 --max-tokens 2048 --criterion cross_entropy --num-workers 0"
     found = {}
     for updates in (1, 600):
         save = tmp_path / f"{updates}"
-        more = ("--max-update", updates, "--save-dir", save, "--no-epoch-checkpoints")
-        fairseq("train", *line, *more, timeout=900)
-        command = ["analyze", "induction-heads", save, "--data", data, "--cpu", "--length", 20]
-        command += ["--output", save / "heads.png", "--json", save / "heads.json"]
-        assert main([str(word) for word in command]) == 0
+        more = f"--max-update {updates} --save-dir {save} --no-epoch-checkpoints"
+        fairseq("train", *f"{line} {more}".split(), timeout=900)
+        command = f"analyze induction-heads {save} --data {data} --cpu --length 20"
+        command += f" --output {save}/heads.png --json {save}/heads.json"
+        assert main(command.split()) == 0
         assert imread(save / "heads.png").std() > 0.01
         found[updates] = json.loads((save / "heads.json").read_text())
     assert max(head["prefix"] for head in found[1]["heads"]) < 3 * found[1]["even_attention"]

@@ -150,14 +150,6 @@ def test_the_best_accuracy_is_the_highest(tmp_path, capsys):
         "\n".join(json.dumps({"epoch": 1, **each}) for each in values)
     )
     picture = tmp_path / "curve.png"
-    words = [
-        "analyze",
-        "learning-curve",
-        str(tmp_path),
-        "--metric",
-        "accuracy",
-        "--output",
-        str(picture),
-    ]
+    words = f"analyze learning-curve {tmp_path} --metric accuracy --output {picture}".split()
     assert main(words) == 0 and picture.is_file()
     assert "best valid accuracy 30 after 5 updates" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from shared_fixtures import USER_DIR
 
 from moa_fairseq.experiments.convert import check, command
 from moa_fairseq.experiments.convert.models import Checkpoint
@@ -167,20 +168,12 @@ def test_no_way_back_is_refused_with_the_reason(flags, reason, dense, convert, t
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_trained_uni_mae_becomes_dense_for_stock_fairseq(
-    fairseq, toy_data, convert, tmp_path
-):
-    small = (
-        "--encoder-embed-dim",
-        16,
-        "--encoder-attention-heads",
-        4,
-        "--decoder-attention-heads",
-        4,
+def test_a_uni_mae_becomes_dense_for_stock_fairseq(save_model, toy_data, convert, tmp_path):
+    flags = (
+        f"--mae-gate uniform --user-dir {USER_DIR} --label-smoothing 0.1 --criterion".split()
     )
-    small += ("--max-update", 2, "--mae-gate", "uniform")
-    fairseq.train(toy_data, tmp_path, *small, arch="mae_transformer_tiny")
-    checkpoint = tmp_path / "checkpoint_last.pt"
+    criterion = "label_smoothed_cross_entropy_with_routing"
+    checkpoint = save_model(toy_data, tmp_path / "checkpoint.pt", *flags, criterion)
     convert(checkpoint, tmp_path / "dense.pt", "--to", "dense")
     cfg = load_checkpoint(tmp_path / "dense.pt")["cfg"]
     assert (
@@ -206,19 +199,11 @@ def test_a_trained_uni_mae_becomes_dense_for_stock_fairseq(
     ids=["rope", "rope-half", "xl", "sigma-moe", "norm", "window"],
 )
 def test_what_dense_models_lack_other_mixtures_take_over(
-    flags, fairseq, toy_data, convert, tmp_path
+    flags, save_model, toy_data, convert, tmp_path
 ):
-    small = (
-        "--encoder-embed-dim",
-        16,
-        "--encoder-attention-heads",
-        4,
-        "--decoder-attention-heads",
-        4,
-    )
-    small += ("--decoder-embed-dim", 16, "--max-update", 2, "--mae-gate", "uniform")
-    fairseq.train(toy_data, tmp_path, *small, *flags, arch="mae_transformer_tiny")
-    checkpoint = tmp_path / "checkpoint_last.pt"
+    heads = ("--encoder-attention-heads", 4, "--decoder-attention-heads", 4)
+    uniform = ("--mae-gate", "uniform", *heads, *flags)
+    checkpoint = save_model(toy_data, tmp_path / "uniform.pt", *uniform)
     target = tmp_path / "out.pt"
     assert " ".join(flags[:2]) + ": " in convert(checkpoint, target, "--to", "dense", status=2)
     assert not target.exists()
@@ -229,34 +214,15 @@ def test_what_dense_models_lack_other_mixtures_take_over(
 def test_training_goes_on_and_translates(dense, convert, fairseq, tmp_path):
     checkpoint, data = dense("translation")
     convert(checkpoint, tmp_path / "moh.pt", "--to", "moh")
-    sizes = (
-        "--encoder-embed-dim",
-        16,
-        "--decoder-embed-dim",
-        16,
-        "--encoder-ffn-embed-dim",
-        24,
-    )
+    flags = f"--finetune-from-model {tmp_path}/moh.pt --max-epoch 1 --decoder-ffn-embed-dim 24"
+    flags += " --encoder-embed-dim 16 --decoder-embed-dim 16 --encoder-ffn-embed-dim 24"
+    flags += " --moh-router query-norm --balance-loss moh"
     log = fairseq.train(
-        data,
-        tmp_path / "on",
-        *(
-            "--finetune-from-model",
-            tmp_path / "moh.pt",
-            "--max-epoch",
-            1,
-            "--decoder-ffn-embed-dim",
-            24,
-        ),
-        *("--moh-router", "query-norm", "--balance-loss", "moh", *sizes),
-        arch="moh_transformer_tiny",
+        data, tmp_path / "on", *flags.split(), arch="moh_transformer_tiny"
     ).stdout
     assert '"train_balance_loss"' in log
     path = tmp_path / "on" / "checkpoint_last.pt"
-    user_dir = (
-        "--user-dir",
-        os.path.join(os.path.dirname(__file__), *[".."] * 3, "moa_fairseq"),
-    )
+    user_dir = ("--user-dir", USER_DIR)
     out = fairseq("generate", data, "--path", path, "--cpu", "--beam", 3, *user_dir).stdout
     assert len([line for line in out.splitlines() if line.startswith("H-")]) == 12
 
@@ -367,10 +333,9 @@ def test_flags_that_make_no_sense(flags, words, dense, convert, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_heads_of_a_width_of_their_own_are_refused(fairseq, toy_data, tmp_path, convert):
-    flags = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, "--attention-head-dim", 6)
-    fairseq.train(toy_data, tmp_path, "--max-update", 1, *flags, arch="dense_transformer_tiny")
-    source = tmp_path / "checkpoint_last.pt"
+def test_heads_of_a_width_of_their_own_are_refused(save_model, toy_data, tmp_path, convert):
+    flags = ("--attention-head-dim", 6)
+    source = save_model(toy_data, tmp_path / "dense.pt", *flags, arch="dense_transformer_tiny")
     assert "--attention-head-dim" in convert(
         source, tmp_path / "mae.pt", "--to", "mae", status=2
     )
@@ -387,14 +352,13 @@ def test_heads_of_a_width_of_their_own_are_refused(fairseq, toy_data, tmp_path, 
     ],
 )
 def test_the_plugins_dense_models_become_mixtures(
-    control, fairseq, toy_data, tmp_path, convert
+    control, save_model, toy_data, tmp_path, convert
 ):
-    flags = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, *control)
-    fairseq.train(toy_data, tmp_path, "--max-update", 1, *flags, arch="dense_transformer_tiny")
-    mixture = tmp_path / "mae.pt"
-    assert "exact" in convert(
-        tmp_path / "checkpoint_last.pt", mixture, "--to", "mae", "--mae-gate", "uniform"
+    source = save_model(
+        toy_data, tmp_path / "plain.pt", *control, arch="dense_transformer_tiny"
     )
+    mixture = tmp_path / "mae.pt"
+    assert "exact" in convert(source, mixture, "--to", "mae", "--mae-gate", "uniform")
     if control[0] != "--attention-branch-scale":  # the weights alone have that
         assert control[0] in convert(mixture, tmp_path / "dense.pt", "--to", "dense", status=2)
 

@@ -121,7 +121,7 @@ def test_a_folder_becomes_a_fairseq_checkpoint(tmp_path, capsys):
         tensor += torch.randn_like(tensor)
     (tmp_path / "folder").mkdir()
     save_file(trained, tmp_path / "folder" / plain.WEIGHTS)
-    line = ["convert", str(tmp_path / "folder"), "--to", "fairseq", str(tmp_path / "back.pt")]
+    line = f"convert {tmp_path}/folder --to fairseq {tmp_path}/back.pt".split()
     assert main(line) == 2
     assert "--like" in capsys.readouterr().err
     assert main([*line, "--like", str(tmp_path / "run.pt")]) == 0

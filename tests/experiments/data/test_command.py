@@ -86,18 +86,7 @@ def test_running_text_in_gpt2s_encoding(prepare, miniature, toy_wiki, tmp_path):
 
 
 def test_raw_pairs_of_ones_own(prepare, own_text, tmp_path):
-    words = [
-        "parallel",
-        "out",
-        "--from",
-        own_text,
-        "--source",
-        "de",
-        "--target",
-        "en",
-        "--bpe",
-        30,
-    ]
+    words = f"parallel out --from {own_text} --source de --target en --bpe 30".split()
     status, said, complaint = prepare(*words)
     assert status == 2 and "--tokenize" in complaint and "data.tokenize=true" in complaint
     assert (
@@ -143,7 +132,7 @@ def test_raw_text_gets_the_tokeniser_of_its_data_set(
 ):
     for path in own_text.iterdir():
         path.write_text(path.read_text("utf-8").replace("Haus.", "E-Mail."), "utf-8")
-    words = ["out", "--from", own_text, "--bpe", 30]
+    words = f"out --from {own_text} --bpe 30".split()
     status, _, complaint = prepare(name, *(words if "--tokenize" in remedy else words[:-2]))
     assert status == 2 and all(word in complaint for word in remedy)
     other = name if "--tokenize" in remedy else f"{name}_rebuilt"
@@ -163,7 +152,7 @@ def test_whole_hyphens_where_the_data_set_splits_them_are_said(prepare, own_text
             re.sub(r"([.,])", r" \1", path.read_text("utf-8")).replace("Haus", "E-Mail"),
             "utf-8",
         )
-    words = ["out", "--from", own_text, "--bpe", 30]
+    words = f"out --from {own_text} --bpe 30".split()
     _, said, complaint = prepare("wmt14_en_de", *words)
     assert "wmt14_en_de" in said + complaint and "(a @-@ b)" in said + complaint
     _, said, complaint = prepare("iwslt14_de_en", "out2", *words[1:])
@@ -292,7 +281,7 @@ def test_a_script_from_extracted_files_to_binarised(miniature, tmp_path):
         tmp_path / "at hand",
         "--offline",
     ]
-    line += ["--workers", "1", tmp_path / "out"]
+    line += f"--workers 1 {tmp_path}/out".split()
     environment = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [*map(str, line)], env=environment, capture_output=True, text=True, check=False

@@ -1,6 +1,5 @@
 """Files at hand and fetched ones: announced, taken, refused with the remedy, opened safely."""
 
-import collections
 import contextlib
 import gzip
 import hashlib
@@ -10,6 +9,7 @@ import shutil
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +24,14 @@ from moa_fairseq.experiments.data.prepare import Preparation
 from moa_fairseq.files import checksum
 
 PART = Part(("de-en/train.tags.de-en.de",), "iwslt14/de-en.tgz", "wit3")
-Usage = collections.namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """room(bytes): so much of every disk is free."""
+    return lambda free: monkeypatch.setattr(
+        obtain.shutil, "disk_usage", lambda path: SimpleNamespace(free=free)
+    )
 
 
 @pytest.fixture
@@ -221,8 +228,8 @@ def test_terms_and_sizes_come_first_and_stay_in_the_manifest(enwik8, said):
     assert not any("terms of use" in line or "to download" in line for line in said)
 
 
-def test_a_full_disk_is_noticed_before_the_download(enwik8, monkeypatch):
-    monkeypatch.setattr(obtain.shutil, "disk_usage", lambda path: Usage(10**9, 0, 500_000_000))
+def test_a_full_disk_is_noticed_before_the_download(enwik8, room, monkeypatch):
+    room(500_000_000)
     with pytest.raises(
         UserError, match=r"about (1\.0 GB|1000 MB) more.*MOA_FAIRSEQ_IGNORE_DISK=1"
     ):
@@ -234,16 +241,15 @@ def test_a_full_disk_is_noticed_before_the_download(enwik8, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in datasets() if datasets()[name].files()])
-def test_every_data_set_can_say_what_a_download_needs(name, tmp_path, monkeypatch):
+def test_every_data_set_can_say_what_a_download_needs(name, tmp_path, room):
     """Also those of three languages."""
     dataset = datasets()[name]
-    room = int(dataset.disk * 1e9) + sum(file.bytes for file in dataset.files())
-    monkeypatch.setattr(obtain.shutil, "disk_usage", lambda path: Usage(2 * room, 0, 2 * room))
+    room(2 * (int(dataset.disk * 1e9) + sum(file.bytes for file in dataset.files())))
     before_download(dataset, tmp_path / "out", tmp_path / "downloads", dataset.files())
 
 
-def test_what_is_there_already_needs_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(obtain.shutil, "disk_usage", lambda path: Usage(10**9, 0, 300_000_000))
+def test_what_is_there_already_needs_no_room(tmp_path, room):
+    room(300_000_000)
     dataset = datasets()["enwik8"]
     arguments = (dataset, tmp_path / "out", tmp_path / "downloads", dataset.files())
     with pytest.raises(UserError, match="disk"):
@@ -309,15 +315,13 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path, monkeypatc
     assert found == hashlib.sha256(b"longer").hexdigest()
 
 
-def test_two_folders_on_one_disk_need_room_for_both(tmp_path, monkeypatch):
+def test_two_folders_on_one_disk_need_room_for_both(tmp_path, room):
     """36 MB are fetched, and prepared the data takes 1.0 GB with them: each alone would fit."""
     dataset = datasets()["enwik8"]
     fetched = sum(file.bytes for file in dataset.files())
     whole = dataset.disk * 1e9
     arguments = (dataset, tmp_path / "out", tmp_path / "downloads", dataset.files())
     for free, fits in ((whole + 1e6, True), (whole - fetched / 2, False)):
-        monkeypatch.setattr(
-            obtain.shutil, "disk_usage", lambda path, free=free: Usage(10**10, 0, free)
-        )
+        room(free)
         with contextlib.nullcontext() if fits else pytest.raises(UserError, match="disk"):
             before_download(*arguments)

@@ -38,19 +38,7 @@ def pairs(tmp_path):
 
 def prepared(pairs, *words):
     out = pairs.parent / "out"
-    line = [
-        "prepare",
-        "parallel",
-        out,
-        "--from",
-        pairs,
-        "--source",
-        "ja",
-        "--target",
-        "fi",
-        "--workers",
-        "1",
-    ]
+    line = f"prepare parallel {out} --from {pairs} --source ja --target fi --workers 1".split()
     assert main([*map(str, line), "--segmentation", "sentencepiece", *words]) == 0
     return out
 
@@ -179,15 +167,7 @@ def test_data_that_was_prepared_before_is_found_again(tmp_path):
     ],
 )
 def test_flags_that_would_not_be_read_are_refused(pairs, capsys, words, named):
-    line = [
-        "prepare",
-        "parallel",
-        str(pairs.parent / "out"),
-        "--from",
-        str(pairs),
-        "--source",
-        "ja",
-    ]
+    line = f"prepare parallel {pairs.parent}/out --from {pairs} --source ja".split()
     assert main([*line, "--target", "fi", *words]) == 2
     assert named in capsys.readouterr().err and not (pairs.parent / "out").exists()
 

@@ -79,6 +79,10 @@ TASKS = {
 }
 
 
+def json_of(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def sentences(count, seed, longest=9):
     generator = random.Random(seed)
     return [
@@ -134,36 +138,12 @@ def train(fairseq, tmp_path_factory):
     @functools.cache
     def run(arch, data, *more):
         place = tmp_path_factory.mktemp("run")
-        line = (data, "--user-dir", USER_DIR, "--cpu", "--arch", arch, "--decoder-layers", 2)
-        line += (
-            "--decoder-embed-dim",
-            24,
-            "--decoder-input-dim",
-            24,
-            "--decoder-output-dim",
-            24,
-        )
-        line += (
-            "--decoder-ffn-embed-dim",
-            24,
-            "--tokens-per-sample",
-            CHUNK,
-            "--max-tokens",
-            240,
-        )
-        line += (
-            "--optimizer",
-            "adam",
-            "--lr",
-            0.03,
-            "--num-workers",
-            0,
-            "--max-update",
-            3,
-            "--seed",
-            7,
-        )
-        fairseq("train", *line, "--criterion", "cross_entropy", "--save-dir", place, *more)
+        line = f"{data} --user-dir {USER_DIR} --cpu --arch {arch} --decoder-layers 2"
+        line += " --decoder-embed-dim 24 --decoder-input-dim 24 --decoder-output-dim 24"
+        line += f" --decoder-ffn-embed-dim 24 --tokens-per-sample {CHUNK} --max-tokens 240"
+        line += " --optimizer adam --lr 0.03 --num-workers 0 --max-update 3 --seed 7"
+        line += f" --criterion cross_entropy --save-dir {place}"
+        fairseq("train", *line.split(), *more)
         return place
 
     return run
@@ -372,22 +352,11 @@ def test_the_command_writes_scores_where_compare_reads_them(
     (run / "result.json").write_text(json.dumps({"experiment": "mine", "metrics": before}))
     write_task = writer(tmp_path)
     write_task("lambada_openai", [{"text": text} for text in TEXTS], **TASKS["last_word"])
-    command = [
-        "zero-shot",
-        str(run),
-        "--data",
-        str(data),
-        "--include-path",
-        str(tmp_path),
-        "--cpu",
-    ]
+    command = f"zero-shot {run} --data {data} --include-path {tmp_path} --cpu".split()
     command += ["--tasks", "lambada_openai"]
     assert main([*command, "--limit", "2"]) == 0
-    assert (
-        json.loads((run / "zero_shot.json").read_text())["tasks"]["lambada_openai"]["documents"]
-        == 2
-    )
-    assert json.loads((run / "result.json").read_text())["metrics"] == before
+    assert json_of(run / "zero_shot.json")["tasks"]["lambada_openai"]["documents"] == 2
+    assert json_of(run / "result.json")["metrics"] == before
     answered = []
 
     def interrupt(self, features, targets):
@@ -418,7 +387,7 @@ def test_the_command_writes_scores_where_compare_reads_them(
     again.clear()
     assert main([command[0], str(other), *command[2:], "--max-tokens", "12"]) == 0
     assert len(again) == 5, "another checkpoint answers again"
-    record = json.loads((run / "zero_shot.json").read_text())
+    record = json_of(run / "zero_shot.json")
     assert (record["lm_eval"], record["limit"], record["carried_chunks"]) == (
         lm_eval.__version__,
         None,
@@ -426,7 +395,7 @@ def test_the_command_writes_scores_where_compare_reads_them(
     )
     task = record["tasks"]["lambada_openai"]
     assert (task["version"], task["documents"], task["shots"]) == (3.0, 5, 0)
-    result = json.loads((run / "result.json").read_text())
+    result = json_of(run / "result.json")
     assert result["metrics"] == {"lm_ppl": 9.0, "lambada_acc": 100 * task["metrics"]["acc"]}
     capsys.readouterr()
     assert main(["compare", str(run)]) == 0
@@ -472,14 +441,14 @@ def test_a_recipe_ends_with_its_tasks(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     options = Options(data=tmp_path / "text", save_dir=run)
     run_recipe(load_recipe(tmp_path / "mine.yaml"), Hardware(), options, WithLocalTasks)
-    task = json.loads((run / "zero_shot.json").read_text())["tasks"]["lambada_openai"]
-    result = json.loads((run / "result.json").read_text())
+    task = json_of(run / "zero_shot.json")["tasks"]["lambada_openai"]
+    result = json_of(run / "result.json")
     assert task["documents"] == 5 and result["zero_shot"]["lm_eval"] == lm_eval.__version__
     assert result["metrics"]["lambada_acc"] == 100 * task["metrics"]["acc"]
     made = (run / "zero_shot.json").stat().st_mtime_ns
     run_recipe(load_recipe(tmp_path / "mine.yaml"), Hardware(), options, WithLocalTasks)
     assert (run / "zero_shot.json").stat().st_mtime_ns == made
-    assert json.loads((run / "result.json").read_text())["metrics"] == result["metrics"]
+    assert json_of(run / "result.json")["metrics"] == result["metrics"]
     capsys.readouterr()
     assert main(["compare", str(run)]) == 0
     assert "LAMBADA" in capsys.readouterr().out

@@ -88,7 +88,7 @@ def job(toy_data, tmp_path):
     environment.update(
         MOA_FAIRSEQ_ROOT=str(ROOT), VIRTUAL_ENV=sys.prefix, PYTHONWARNINGS="ignore"
     )
-    options = ["small.yaml", "--gpus", "0", "--data", str(toy_data), "--save-dir", "run"]
+    options = f"small.yaml --gpus 0 --data {toy_data} --save-dir run".split()
 
     def start(*words, script="slurm.sh", **more):
         command = ["bash", str(LAUNCH / script), *options, *words]

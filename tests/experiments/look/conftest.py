@@ -20,12 +20,18 @@ def contents(path):
 def look(tmp_path):
     """look(*words) → what the page shows; the page is tmp_path / "page.html"."""
 
-    def run(*words):
-        page = tmp_path / "page.html"
-        assert main([*map(str, ("look", *words, "--cpu", "--output", page))]) == 0
-        return contents(page)
+    return lambda *words: made(tmp_path / "page.html", *words)
 
-    return run
+
+def made(page, *words):
+    assert main([*map(str, ("look", *words, "--cpu", "--output", page))]) == 0
+    return contents(page)
+
+
+@pytest.fixture(scope="session")
+def whole(moa_run, toy_data, tmp_path_factory):
+    """What the page of `moa_run` shows of the whole test set."""
+    return made(tmp_path_factory.mktemp("whole") / "page.html", moa_run, "--data", toy_data)
 
 
 @pytest.fixture(scope="session")

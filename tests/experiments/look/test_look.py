@@ -45,21 +45,20 @@ def forced(checkpoint, data, sentence):
     return model, task, previous, dict(routings), log_probs
 
 
-def test_experts_weights_and_surprise_are_the_layers_own(look, moa_run, toy_data):
-    page = look(moa_run, "--data", toy_data)
-    assert page["runs"][0]["kind"] == "translation" and len(page["sentences"]) == 12
-    names = [router["name"] for router in page["runs"][0]["routers"]]
+def test_experts_weights_and_surprise_are_the_layers_own(whole, moa_run, toy_data):
+    assert whole["runs"][0]["kind"] == "translation" and len(whole["sentences"]) == 12
+    names = [router["name"] for router in whole["runs"][0]["routers"]]
     assert names == [
         "encoder.layers.0.self_attn",
         "decoder.layers.0.self_attn",
         "decoder.layers.0.encoder_attn",
     ]
-    for (sentence,) in page["sentences"]:
+    for (sentence,) in whole["sentences"]:
         _, _, previous, routings, log_probs = forced(
             moa_run / "checkpoint_best.pt", toy_data, sentence
         )
         for at, name in enumerate(names):
-            _, router = router_of(page, name)
+            _, router = router_of(whole, name)
             gates, order = routings[name].gates.sort(dim=1, descending=True, stable=True)
             route = sentence["routes"][at]
             assert rows(route["e"], router["per_token"]).equal(
@@ -108,11 +107,10 @@ def test_strongest_keys_are_those_of_the_attention_maps(look, moa_run, toy_data)
                 )
 
 
-def test_a_strongest_key_stands_in_the_text_that_the_attention_reads(look, moa_run, toy_data):
-    page = look(moa_run, "--data", toy_data)
-    routers = page["runs"][0]["routers"]
+def test_a_strongest_key_stands_in_the_text_that_the_attention_reads(whole):
+    routers = whole["runs"][0]["routers"]
     lengths = set()
-    for (sentence,) in page["sentences"]:
+    for (sentence,) in whole["sentences"]:
         for router, route in zip(routers, sentence["routes"]):
             positions = route["k"][::2]
             assert 0 <= min(positions) <= max(positions) < len(sentence[router["to"]])
@@ -120,29 +118,20 @@ def test_a_strongest_key_stands_in_the_text_that_the_attention_reads(look, moa_r
     assert True in lengths  # then positions counted from the end would be negative or too large
 
 
-def test_loads_and_typical_tokens_are_those_of_analyze(
-    look, moa_run, toy_data, tmp_path, monkeypatch
-):
-    page = look(moa_run, "--data", toy_data)
-    common = [
-        moa_run / "checkpoint_best.pt",
-        "--data",
-        toy_data,
-        "--cpu",
-        "--json",
-        tmp_path / "found.json",
-    ]
+def test_loads_and_typical_tokens_are_those_of_analyze(whole, moa_run, toy_data, tmp_path):
+    checkpoint = moa_run / "checkpoint_best.pt"
+    common = f"{checkpoint} --data {toy_data} --cpu --json {tmp_path}/found.json"
 
-    def analyze(kind, *words):
-        assert main([*map(str, ("analyze", kind, *common, *words))]) == 0
+    def analyze(kind, words):
+        assert main(f"analyze {kind} {common} {words}".split()) == 0
         return json.loads((tmp_path / "found.json").read_text())
 
-    loads = analyze("expert-load", "--output", tmp_path / "load.png")["modules"]
+    loads = analyze("expert-load", f"--output {tmp_path}/load.png")["modules"]
     assert len(loads) == 3
     for load in loads:
-        _, router = router_of(page, load["name"])
+        _, router = router_of(whole, load["name"])
         assert router["load"] == load
-        typical = analyze("expert-tokens", "--module", load["name"])["tokens"]
+        typical = analyze("expert-tokens", f"--module {load['name']}")["tokens"]
         assert router["typical"] == [
             [[token["token"], round(token["pmi"], 2), token["count"]] for token in tokens]
             for tokens in typical
@@ -219,8 +208,7 @@ def test_text_of_others_stays_text(look, moa_run, toy_data, tmp_path):
     assert page["runs"][0]["name"] == run.name
 
 
-def test_a_page_is_cut_to_its_size_and_says_so(look, moa_run, toy_data, monkeypatch):
-    whole = look(moa_run, "--data", toy_data)
+def test_a_page_is_cut_to_its_size_and_says_so(look, whole, moa_run, toy_data, monkeypatch):
     monkeypatch.setattr(trained_run, "SIZES", (3_000, 6_000, 9_000))
     page = look(moa_run, "--data", toy_data)
     notes = " ".join(page["runs"][0]["notes"])
@@ -237,13 +225,17 @@ def test_a_page_is_cut_to_its_size_and_says_so(look, moa_run, toy_data, monkeypa
     ]
 
 
-def test_sentences_of_several_batches_keep_their_numbers(look, moa_run, toy_data, monkeypatch):
-    whole = look(moa_run, "--data", toy_data)["sentences"]
+def test_sentences_of_several_batches_keep_their_numbers(
+    look, whole, moa_run, toy_data, monkeypatch
+):
     monkeypatch.setattr(samples, "BATCH", 5)
-    batched = look(moa_run, "--data", toy_data)["sentences"]
-    for pages in (whole, batched):
-        assert sorted(each["number"] for (each,) in pages) == [*range(1, 13)]
-    assert [each["source"] for (each,) in batched] == [each["source"] for (each,) in whole]
+    batched = look(moa_run, "--data", toy_data)
+    for page in (whole, batched):
+        assert sorted(each["number"] for (each,) in page["sentences"]) == [*range(1, 13)]
+    first, second = (
+        [each["source"] for (each,) in page["sentences"]] for page in (whole, batched)
+    )
+    assert first == second
 
 
 def test_two_runs_share_the_sentences(look, moa_run, dense_run, toy_data, tmp_path, capsys):
@@ -291,7 +283,7 @@ def test_an_unfinished_run_has_a_page(look, moa_run, toy_data, tmp_path, capsys)
     )
     with open(run / "train.jsonl", "a") as log_file:
         log_file.write('{"epoch": "first", "loss": "3"}\n')
-    assert main(["look", str(run), "--output", str(tmp_path / "damaged.html")]) == 2
+    assert main(f"look {run} --output {tmp_path}/damaged.html".split()) == 2
     assert "line 3" in capsys.readouterr().err and not (tmp_path / "damaged.html").exists()
 
 
@@ -343,7 +335,7 @@ def test_a_masked_language_model_guesses_every_seventh_token(
 def test_the_text_that_a_page_shows_is_not_overwritten(moa_run, tmp_path, capsys):
     text = tmp_path / "text.html"
     text.write_text("a\n")
-    assert main(["look", str(moa_run), "--input", str(text), "--output", str(text)]) == 2
+    assert main(f"look {moa_run} --input {text} --output {text}".split()) == 2
     assert "--output" in capsys.readouterr().err and text.read_text() == "a\n"
 
 

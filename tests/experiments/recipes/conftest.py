@@ -1,6 +1,7 @@
 """A small valid recipe, as a mapping and as a file, for the tests to bend; the shipped ones."""
 
 import copy
+import functools
 import random
 import shlex
 import struct
@@ -44,6 +45,9 @@ SMALL = {
 }
 
 
+load_once = functools.cache(load_recipe)
+
+
 @pytest.fixture
 def shown():
     """shown(recipe, hardware, options) → the commands of a dry run, as lists of words."""
@@ -79,8 +83,8 @@ def write_config(tmp_path):
 
 @pytest.fixture
 def shipped():
-    """shipped(name, *overrides) → the recipe NAME of configs/."""
-    return lambda name, *overrides: load_recipe(shipped_recipes()[name], overrides)
+    """shipped(name, *overrides) → the recipe NAME of configs/, loaded once; treat it as read-only."""
+    return lambda name, *overrides: load_once(shipped_recipes()[name], overrides)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_the_commands_and_the_run_use_fewer_devices(
 ):
     recipe, data = quick
     path = tmp_path / "configs" / "small.yaml"
-    line = ["recipe", str(path), "--data", str(data), "--dry-run", "--device-name", "A100"]
+    line = f"recipe {path} --data {data} --dry-run --device-name A100".split()
     assert main([*line, "--gpus", str(devices)]) == 0
     out = capsys.readouterr().out
     assert f"7 of {devices} devices" in out

@@ -100,25 +100,18 @@ def test_data_that_differs_is_named(tmp_path, changed, lines, key, shipped):
 
 
 @pytest.mark.parametrize(
-    "name", ["wmt14_ende_moa_base", "wmt14_ende_mae7", "iwslt14_deen_mae7"]
-)
-@pytest.mark.parametrize(
     "text",
     [None, "{", "[]", '{"settings": 3}', '{"splits": {"train": 3}, "recipe": [], "steps": 3}'],
 )
-def test_what_cannot_be_told_stands_for_no_row(tmp_path, name, text, shipped):
+def test_what_cannot_be_told_stands_for_no_row(tmp_path, text, shipped):
     """A folder of fairseq-preprocess alone, or with a manifest that proves nothing."""
-    recipe = shipped(name)
+    recipe = shipped("wmt14_ende_moa_base")
     lines = {**datasets()[recipe.data.recipe].expected, "train": 4500966}
     if text:
         (tmp_path / "manifest.json").write_text(text)
     found = data_differences(recipe, tmp_path, lines, claim=True)
     assert {"data.recipe", "data.steps of test", "data.bpe"} <= found.keys()
-
-
-def test_data_without_a_manifest_cannot_be_told(tmp_path, shipped):
-    recipe = shipped("wmt14_ende_moa_base")
-    assert data_differences(recipe, tmp_path, {}).keys() == {"data.recipe"}
+    assert "data.recipe" in data_differences(recipe, tmp_path, {})
 
 
 def test_an_older_manifest_does_not_tell_the_tokenisation(tmp_path, shipped):

@@ -83,15 +83,7 @@ def test_all_stages_and_kill_and_resume(config, write_text, tmp_path, monkeypatc
     killed = tmp_path / "killed"
     chance = random.Random(3)
     # The same fingerprint of the data: both runs train on the one prepared folder.
-    command = [
-        sys.executable,
-        "-m",
-        "moa_fairseq.cli",
-        "recipe",
-        str(config),
-        "--stage",
-        "train",
-    ]
+    command = f"{sys.executable} -m moa_fairseq.cli recipe {config} --stage train".split()
     command += [
         "--gpus",
         "0",

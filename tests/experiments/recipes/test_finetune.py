@@ -56,6 +56,14 @@ def pretrained(trained_once, mixture, write_config, write_text):
 
 
 @pytest.fixture
+def tuning_of(mixture, write_config):
+    """tuning_of(run or checkpoint) → the recipe that trains its gates further."""
+    return lambda place: load_recipe(
+        write_config({**mixture, "pretrained": str(place), "finetune": "ftg"})
+    )
+
+
+@pytest.fixture
 def transfer(mixture, pretrained, write_config, write_text, tmp_path):
     """transfer(method, **options) → the run folder of a fine-tuning on other text."""
     new = write_text(tmp_path / "new", "kln", 40, 8)
@@ -128,28 +136,22 @@ def test_no_fine_tuning_evaluates_the_pretrained_model(pretrained, transfer):
 
 
 @pytest.mark.thorough
-def test_other_dictionaries_and_a_missing_model_are_refused(
-    mixture, pretrained, write_config, binarised
-):
+def test_other_dictionaries_and_a_missing_model_are_refused(tuning_of, pretrained, binarised):
     missing = binarised / "nowhere"
     for place, words in (
         (pretrained, r"dict\.en\.txt differs from the pretrained"),
         (missing, rf"pretrained: {missing}/average\.pt is missing"),
     ):
-        recipe = load_recipe(
-            write_config({**mixture, "pretrained": str(place), "finetune": "ftg"})
-        )
+        recipe = tuning_of(place)
         with pytest.raises(UserError, match=words):
             check_pretrained(recipe, binarised)
 
 
 @pytest.mark.parametrize("language", ["en", "de"])
 def test_a_dictionary_of_either_side_that_differs_is_refused(
-    mixture, pretrained, write_config, tmp_path, language
+    tuning_of, pretrained, tmp_path, language
 ):
-    recipe = load_recipe(
-        write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"})
-    )
+    recipe = tuning_of(pretrained)
     data = shutil.copytree(prepared_data(pretrained), tmp_path / "data")
     check_pretrained(recipe, data)
     dictionary = data / f"dict.{language}.txt"
@@ -160,12 +162,8 @@ def test_a_dictionary_of_either_side_that_differs_is_refused(
         check_pretrained(recipe, data)
 
 
-def test_data_that_changed_since_the_pretraining_is_refused(
-    mixture, pretrained, write_config, tmp_path
-):
-    recipe = load_recipe(
-        write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"})
-    )
+def test_data_that_changed_since_the_pretraining_is_refused(tuning_of, pretrained, tmp_path):
+    recipe = tuning_of(pretrained)
     dictionary = prepared_data(pretrained) / "dict.en.txt"
     original = dictionary.read_text()
     dictionary.write_text(original + "more 1\n")
@@ -178,20 +176,16 @@ def test_data_that_changed_since_the_pretraining_is_refused(
 
 
 def test_a_recipes_own_dictionary_comes_before_the_pretrained_models(
-    mixture, pretrained, write_config
+    mixture, tuning_of, pretrained
 ):
     mixture["data"]["flags"] = {"srcdict": "own.txt"}
-    recipe = load_recipe(
-        write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"})
-    )
+    recipe = tuning_of(pretrained)
     assert finetuned(recipe).data.flags["srcdict"] == "own.txt"
 
 
-def test_what_cannot_be_checked_is_said(mixture, pretrained, write_config, binarised, said):
+def test_what_cannot_be_checked_is_said(tuning_of, pretrained, binarised, said):
     checkpoint = pretrained / "checkpoints" / "checkpoint_best.pt"
-    recipe = load_recipe(
-        write_config({**mixture, "pretrained": str(checkpoint), "finetune": "ftg"})
-    )
+    recipe = tuning_of(checkpoint)
     check_pretrained(finetuned(recipe), binarised)
     assert len(said) == 1 and str(checkpoint) in said[0] and str(binarised) in said[0]
 

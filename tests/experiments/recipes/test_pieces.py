@@ -72,10 +72,7 @@ def test_a_score_is_that_of_sacrebleus_command_on_the_raw_text(
     found = json.loads((run / "score-test.json").read_text("utf-8"))
     assert json.loads((run / "result.json").read_text("utf-8"))["headline"] == "sacrebleu"
     output = run / "out.ja"
-    assert (
-        main(["translate", str(run), str(pairs / "test.en"), "--output", str(output), "--cpu"])
-        == 0
-    )
+    assert main(f"translate {run} {pairs}/test.en --output {output} --cpu".split()) == 0
     sacrebleu = [
         sys.executable,
         "-m",

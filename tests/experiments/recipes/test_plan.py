@@ -118,7 +118,7 @@ def test_a_note_of_a_plan_stands_once_and_a_device_on_one_line(tmp_path, monkeyp
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("wmt14_ende_moa_big", "wikitext103_lm_base"):
         assert (
-            main(["recipe", name, "--plan", "--set", "train.effective_batch_tokens=65536"]) == 0
+            main(f"recipe {name} --plan --set train.effective_batch_tokens=65536".split()) == 0
         )
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == len(set(lines)) and any(

@@ -56,14 +56,15 @@ def test_all_rows_are_run_one_after_the_other(started):
     assert len(set(folders)) == 15
 
 
-def test_rows_that_differ_from_the_recipe_are_not_built(shipped, monkeypatch):
+def test_rows_that_differ_from_the_recipe_are_not_built(monkeypatch):
     """Each would take as long as the recipe itself."""
     builds = []
     build = loading._built
     monkeypatch.setattr(loading, "_built", lambda *args: builds.append(args) or build(*args))
-    assert len(shipped("wmt14_ende_moa_base").rows) == 14
+    path = loading.shipped_recipes()["wmt14_ende_moa_base"]
+    assert len(loading.load_recipe(path).rows) == 14
     assert len(builds) == 1
-    assert shipped("wmt14_ende_moa_base", "model.num_experts=16").reproduces.row
+    assert loading.load_recipe(path, ["model.num_experts=16"]).reproduces.row
     assert len(builds) == 3
 
 
@@ -79,7 +80,7 @@ def test_one_row_with_its_folder_and_record(started):
 
 
 def test_a_row_that_the_file_does_not_have_is_refused(started, capsys):
-    assert main(["recipe", ONE_EXPERT, "--row", "NOBDC", "--dry-run"]) == 2
+    assert main(f"recipe {ONE_EXPERT} --row NOBDC --dry-run".split()) == 2
     assert "did you mean NOBCD" in capsys.readouterr().err
 
 

@@ -51,6 +51,10 @@ def write_checkpoint(path, content="x"):
         archive.writestr("archive/data.pkl", content)
 
 
+def json_of(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def option(command, flag):
     return command[command.index(flag) + 1]
 
@@ -172,27 +176,16 @@ def data_of(request, tmp_path):
             return request.getfixturevalue("toy_wiki_data")
         folder = tmp_path / "data"
         if kind == "classifier":
-            line = [
-                "prepare",
-                "listops",
-                str(folder),
-                "--sizes",
-                "60",
-                "10",
-                "20",
-                "--workers",
-                "1",
-            ]
+            line = f"prepare listops {folder} --sizes 60 10 20 --workers 1".split()
             assert main(line) == 0
             return folder / "binarised"
-        for split in ("train", "valid", "test"):
-            (tmp_path / f"{split}.txt").write_text("a b c\n" * 9)
-        prefixes = [
-            f"--{split}pref={tmp_path / split}.txt" for split in ("train", "valid", "test")
-        ]
-        request.getfixturevalue("fairseq")(
-            "preprocess", "--only-source", *prefixes, "--destdir", folder
-        )
+        texts = {
+            f"{split}pref": f"{tmp_path}/{split}.txt" for split in ("train", "valid", "test")
+        }
+        for path in texts.values():
+            Path(path).write_text("a b c\n" * 9)
+        preprocess = request.getfixturevalue("preprocess")
+        preprocess({"only-source": True, "destdir": str(folder), **texts})
         return folder
 
     return make
@@ -218,7 +211,7 @@ def test_every_kind_is_shown_run_and_found_done(
         command[: command.index(">")] if ">" in command else command for command in planned
     ] == ran
     assert FakeExecutor.programs() == programs
-    values = json.loads(result.read_text())
+    values = json_of(result)
     assert values["metrics"][headline] == value and (
         values["parameters"],
         values["updates"],
@@ -272,7 +265,7 @@ def test_zero_shot_tasks_are_the_last_stage(
     with pytest.raises(UserError):
         run_recipe(recipe, CPU, options, FakeExecutor)
     result = tmp_path / "run" / "result.json"
-    assert json.loads(result.read_text())["metrics"]["lm_ppl"] == 18.71
+    assert json_of(result)["metrics"]["lm_ppl"] == 18.71
     FakeExecutor.calls = []
     record = tmp_path / "record.json"
     for stage in ("zero-shot", "score", "all"):
@@ -282,16 +275,10 @@ def test_zero_shot_tasks_are_the_last_stage(
         )
     assert FakeExecutor.programs() == ["moa-fairseq zero-shot"], "once"
     scores = {"lm_ppl": 18.71, "lm_bits": 4.2258, "lambada_acc": 25.0}
-    assert (
-        json.loads(record.read_text())["metrics"]
-        == json.loads(result.read_text())["metrics"]
-        == scores
-    )
+    assert json_of(record)["metrics"] == json_of(result)["metrics"] == scores
     write_checkpoint(tmp_path / "run" / "checkpoints" / "checkpoint_best.pt", "another")
     run_recipe(recipe, CPU, dataclasses.replace(options, stage="score"), FakeExecutor)
-    assert "lambada_acc" not in json.loads(result.read_text())["metrics"], (
-        "of another checkpoint"
-    )
+    assert "lambada_acc" not in json_of(result)["metrics"], "of another checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -311,7 +298,7 @@ def test_all_stages_for_real(kind, recipe_of, tmp_path, toy_wiki_data, monkeypat
     monkeypatch.setitem(catalogue.datasets()["listops"].generated, "sizes", sizes)
     data = toy_wiki_data if kind == "masked" else None
     path = run_recipe(recipe_of(kind), CPU, Options(data=data, save_dir=tmp_path / "run"))
-    result = json.loads(path.read_text())
+    result = json_of(path)
     assert result["parameters"] > 1000 and result["subset"] == "test"
     if kind == "masked":
         assert (
@@ -320,7 +307,7 @@ def test_all_stages_for_real(kind, recipe_of, tmp_path, toy_wiki_data, monkeypat
         )
         assert result["metrics"]["masked_lm_word_ppl"] > result["metrics"]["masked_lm_ppl"]
     else:
-        scores = json.loads((tmp_path / "run" / "score-test.json").read_text())["accuracy"]
+        scores = json_of(tmp_path / "run" / "score-test.json")["accuracy"]
         assert result["metrics"] == {"accuracy": scores["score"]} and scores["sentences"] == 35
         assert sorted(scores["by"]["dependency"]) == ["2", "3", "4", "5", "6"]
 
@@ -361,9 +348,7 @@ def test_a_result_names_the_commit_of_its_training(go, tmp_path, monkeypatch):
     for name in ("average", "generate"):
         go(stage=name)
     source.commit = "three"
-    values = json.loads(
-        go(stage="score", command_line="moa-fairseq recipe --stage score")[1].read_text()
-    )
+    values = json_of(go(stage="score", command_line="moa-fairseq recipe --stage score")[1])
     facts = (values["commit"], values["command"], values["hardware"])
     assert facts == ("one", "moa-fairseq recipe small", CPU.describe())
     assert values["commits"] == {
@@ -372,11 +357,11 @@ def test_a_result_names_the_commit_of_its_training(go, tmp_path, monkeypatch):
         "score-test": "three",
     }
     state = tmp_path / "runs" / "small" / "state.json"
-    known = json.loads(state.read_text())
+    known = json_of(state)
     del known["train"]["made_by"]  # as an earlier version left it
     known["train"]["facts"]["hardware"] = "an abacus"
     state.write_text(json.dumps(known))
-    values = json.loads(go()[1].read_text())
+    values = json_of(go()[1])
     assert (values["commit"], values["versions"], values["hardware"]) == (
         None,
         None,
@@ -394,7 +379,7 @@ def test_a_training_does_not_go_on_with_text_of_another_content(go, tmp_path):
         go("train.max_epoch=4", stage="train")
     # an older version knew the data by the sizes of its files, and its training by the content
     state = tmp_path / "runs" / "small" / "state.json"
-    known = json.loads(state.read_text())
+    known = json_of(state)
     known["train"]["inputs"]["data"] = size_digest(tmp_path / "bin")
     state.write_text(json.dumps(known))
     with pytest.raises(UserError, match=r"another content.*--data.*--restart"):
@@ -420,7 +405,7 @@ def test_the_speed_of_a_training_says_what_trained_it(go, tmp_path, monkeypatch)
     monkeypatch.setattr(provenance, "commit", lambda: "two")
     record = tmp_path / "speed.json"
     go("train.max_tokens=200", stage="train", record=record)
-    values = json.loads(record.read_text())
+    values = json_of(record)
     facts = [values[key] for key in ("commit", "precision", "max_tokens", "update_freq")]
     assert facts == ["one", "fp32", 100, 4]
 
@@ -430,7 +415,7 @@ def test_a_run_of_another_row_of_the_file_says_so(go, tmp_path):
     rows = {"wide beam": {"reproduces.value": 2.0, "generate.beam": 7}}
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "rows": rows}))
     beam = ["generate.beam=7"]
-    values = json.loads(go(*beam, of=beam)[1].read_text())
+    values = json_of(go(*beam, of=beam)[1])
     assert (
         values["row"] == values["reproduces"]["row"] == "wide beam"
         and values["reproduces"]["value"] == 2.0
@@ -438,18 +423,18 @@ def test_a_run_of_another_row_of_the_file_says_so(go, tmp_path):
     assert (
         yaml.safe_load((tmp_path / "runs" / "small" / "recipe.yaml").read_text())["rows"] == {}
     )
-    assert "row" not in json.loads(go()[1].read_text())
-    assert "row" not in json.loads(go(*beam, "generate.lenpen=0.5", of=beam)[1].read_text())
+    assert "row" not in json_of(go()[1])
+    assert "row" not in json_of(go(*beam, "generate.lenpen=0.5", of=beam)[1])
 
 
 def reproduces(result):
-    return json.loads(result.read_text())["reproduces"]
+    return json_of(result)["reproduces"]
 
 
 def test_the_result_has_all_that_is_needed(go, tmp_path, said):
     _, result = go(record=tmp_path / "results" / "measured" / "small.json")
     assert not any("--allow-partial" in call for call in FakeExecutor.calls)
-    values = json.loads(result.read_text())
+    values = json_of(result)
     assert "updated_parameters" not in values
     assert (
         values["metrics"]["sacrebleu_signature"] == "nrefs:1"
@@ -463,7 +448,7 @@ def test_the_result_has_all_that_is_needed(go, tmp_path, said):
         "the paper prints 1.0" in said[-2]
         and "reproduces moa, table 1, a row, BLEU: 1.0" in said
     )
-    assert json.loads((tmp_path / "results" / "measured" / "small.json").read_text()) == values
+    assert json_of(tmp_path / "results" / "measured" / "small.json") == values
 
 
 @pytest.mark.thorough(keep=("again0", "again3", "again5"))
@@ -578,7 +563,7 @@ def test_a_run_of_an_earlier_version_is_known(go, tmp_path):
     flags = ["train.flags.save-interval-updates=7", "train.flags.patience=3"]
     go(*flags)
     path = tmp_path / "runs" / "small" / "state.json"
-    state = json.loads(path.read_text())
+    state = json_of(path)
     state["train"]["inputs"]["train"]["flags"].update(
         {"save-interval-updates": 7, "patience": 3}
     )
@@ -604,7 +589,7 @@ def test_what_comes_after_the_training_may_be_changed_after_it(go, tmp_path):
     FakeExecutor.programs()
     _, result = go("average=null")
     assert FakeExecutor.programs() == ALL[2:]
-    assert json.loads(result.read_text())["checkpoints_averaged"] == 1
+    assert json_of(result)["checkpoints_averaged"] == 1
     (tmp_path / "runs" / "small" / "checkpoints" / "checkpoint_best.pt").unlink()
     with pytest.raises(UserError, match=r"checkpoint_best\.pt is missing.*average\.epochs=N"):
         go("average=null")
@@ -654,7 +639,7 @@ def test_only_a_training_that_ran_to_the_recipes_end_stands_for_the_row(go, tmp_
     ):
         _, result = go(save_dir=Path("short"), stage=stage)
     assert reproduces(result) is None
-    assert json.loads(result.read_text())["differences"] == ["train.max_epoch: 3 → 2"]
+    assert json_of(result)["differences"] == ["train.max_epoch: 3 → 2"]
     assert (
         yaml.safe_load((tmp_path / "short" / "recipe.yaml").read_text())["reproduces"] is None
     )
@@ -662,11 +647,11 @@ def test_only_a_training_that_ran_to_the_recipes_end_stands_for_the_row(go, tmp_
 
 def test_the_result_says_how_the_file_it_scores_was_made(go):
     go("generate.beam=1")
-    values = json.loads(go(stage="score")[1].read_text())
+    values = json_of(go(stage="score")[1])
     assert values["generation"]["beam"] == 1 and values["reproduces"] is None
     go("average.epochs=3", stage="average")
     go("average.epochs=3", stage="generate")
-    values = json.loads(go(stage="score")[1].read_text())
+    values = json_of(go(stage="score")[1])
     assert values["reproduces"] is None and values["checkpoints_averaged"] == 3
     assert reproduces(go()[1])["row"] == "a row"
     go("train.max_epoch=5", stage="train")  # the average is of the shorter training
@@ -689,14 +674,12 @@ def test_the_references_hyphens_choose_the_chain_of_one_compound_split(
     ):
         scored_text(monkeypatch, hyphens)
         _, result = go(save_dir=tmp_path / f"run_{hyphens}")
-        values = json.loads(result.read_text())
+        values = json_of(result)
         assert values["headline"] == headline
         assert bool(values["reproduces"]) == (hyphens != "whole")
     assert values["differences"] == ["score.headline: multi_bleu → compound_split_bleu"]
     _, result = go("score.headline=sacrebleu", save_dir=tmp_path / "run_whole")
-    assert json.loads(result.read_text())["headline"] == "sacrebleu", (
-        "whoever asks for a metric gets it"
-    )
+    assert json_of(result)["headline"] == "sacrebleu", "whoever asks for a metric gets it"
 
 
 def test_the_headline_of_text_without_spaces_is_sacrebleus(go, monkeypatch):
@@ -708,7 +691,7 @@ def test_the_headline_of_text_without_spaces_is_sacrebleus(go, monkeypatch):
         monkeypatch.setitem(SCORES, "meta", {"without_spaces": True})
         signature = f"nrefs:1|case:mixed|tok:{tokenizer}|smooth:exp"
         monkeypatch.setitem(SCORES, "sacrebleu", {"score": 12.0, "signature": signature})
-        values = json.loads(go("score.flags.lowercase=false", restart=True)[1].read_text())
+        values = json_of(go("score.flags.lowercase=false", restart=True)[1])
         assert values["headline"] == headline
         assert values["metrics"]["sacrebleu_signature"] == signature
 
@@ -722,7 +705,7 @@ def test_a_translation_of_a_part_is_no_result_unless_asked_for(go, tmp_path, mon
     FakeExecutor.programs()
     with pytest.raises(UserError, match=r"3,000 of 3,003 sentences of test"):
         go()
-    values = json.loads(go(flag, "generate.subsets=[test,valid]")[1].read_text())
+    values = json_of(go(flag, "generate.subsets=[test,valid]")[1])
     assert "--allow-partial" in next(
         call for call in FakeExecutor.calls if call[:2] == ["moa-fairseq", "score"]
     )
@@ -738,7 +721,7 @@ def test_translations_are_counted_against_the_data_that_is_read(go, tmp_path, ma
     make_lines(tmp_path / "bin", {"train": 1, "valid": 3000, "test": 5}, "en-de")
     for stage in ("average", "generate", "score"):
         _, result = go(stage=stage, data=None)
-    assert "left_out" not in json.loads(result.read_text())
+    assert "left_out" not in json_of(result)
 
 
 @pytest.mark.parametrize("target", ["ja", "zh_CN", "ko", "th", "km", "my", "lo", "yue", "de"])
@@ -755,9 +738,7 @@ def test_the_headline_is_sacrebleus_by_the_targets_language(small, write_config,
 
 def test_flags_of_the_scoring_are_a_part_of_the_experiment(go):
     _, result = go("score.flags.lowercase=true")
-    assert json.loads(result.read_text())["differences"] == [
-        "scoring.lowercase: not set → True"
-    ]
+    assert json_of(result)["differences"] == ["scoring.lowercase: not set → True"]
     assert reproduces(go("score.flags.also=moa-release")[1])
 
 
@@ -789,7 +770,7 @@ def test_what_is_wrong_with_the_data_is_said_before_training(go, small, write_co
 def test_the_speed_of_a_training_is_recorded_for_plans(go, tmp_path):
     path = tmp_path / "results" / "throughput" / "small.json"
     go(stage="train", record=path, command_line="moa-fairseq recipe x")
-    row = json.loads(path.read_text())
+    row = json_of(path)
     assert (row["experiment"], row["tokens_per_second"], row["precision"]) == (
         "small",
         10.0,
@@ -828,11 +809,11 @@ def test_each_seed_has_its_folder_and_record_and_all_have_a_mean(
     assert "seeds 1,2,4: 12.33, standard deviation 1.53" in capsys.readouterr().out
     for seed in (1, 2, 4):
         run = tmp_path / "runs" / f"small_seed{seed}"
-        values = json.loads((run / "result.json").read_text())
+        values = json_of(run / "result.json")
         assert (values["seed"], values["metrics"]["multi_bleu"]) == (seed, 10.0 + seed)
         assert f"--seed {seed} " in (run / "commands.sh").read_text()
         record = tmp_path / "results" / "measured" / f"small_seed{seed}.json"
-        assert json.loads(record.read_text()) == values
+        assert json_of(record) == values
     assert (
         main([*line, "--dry-run", "--seeds", "5,6", "--save-dir", "x", "--set", "train.seed=9"])
         == 0
@@ -870,7 +851,7 @@ def test_a_diverged_models_perplexity_is_kept_as_null(
     )
     options = Options(data=data_of("causal"), save_dir=tmp_path / "run")
     result = run_recipe(recipe_of("causal"), CPU, options, FakeExecutor)
-    assert json.loads(result.read_text())["metrics"]["lm_ppl"] is None
+    assert json_of(result)["metrics"]["lm_ppl"] is None
     assert read_step_records(tmp_path / "run")["score-test"]["fingerprint"]
 
 

@@ -153,7 +153,7 @@ def test_what_a_comparison_does_not_do_is_refused(outputs, capsys, flag):
 def test_a_comparison_warns_as_a_score_does(few_trials, capsys, tmp_path):
     log = tmp_path / "generate.txt"
     log.write_text("".join(f"T-{n}\ta b c d\nH-{n}\t-0.1\ta b c d\n" for n in (0, 2)))
-    assert main(["score", str(log), "--allow-partial", "--against", str(log)]) == 0
+    assert main(f"score {log} --allow-partial --against {log}".split()) == 0
     said = capsys.readouterr().err
     assert (
         said.count("1 sentence of the test set is missing") == 2

@@ -275,14 +275,12 @@ def test_the_size_of_the_branch_follows_its_scale(arch, capsys):
     [
         (["--arch", "moa_transformer_bas"], "did you mean moa_transformer_base"),
         (["--arch", "moa_transformer_base", "--vocab-size", "3"], "--vocab-size 3"),
-        (["--arch", "moa_transformer_base", "--src-len", "0"], "--src-len 0"),
         (
             ["--arch", "moa_transformer_base", "--experts-per-token", "9"],
             "--experts-per-token 9",
         ),
         (["--arch", "moa_transformer_base", "--", "--no-such-flag"], "--no-such-flag"),
         (["--arch", "transformer_tiny", "--", "--encoder-layers", "x"], "invalid int value"),
-        (["--arch", "transformer_tiny", "--", "--encoder-attention-heads", "7"], "divisible"),
         (
             ["--arch", "lightconv_lm_gbw", "--", "--decoder-layers", "1"],
             "doesn't match decoder_layers",

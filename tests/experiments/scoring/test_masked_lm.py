@@ -38,7 +38,7 @@ def test_one_masking_is_what_fairseqs_validation_prints(
             "--task",
             "masked_lm",
         ),
-        *("--path", toy_masked_lm, "--valid-subset", "test", "--max-tokens", 240, "--cpu"),
+        *f"--path {toy_masked_lm} --valid-subset test --max-tokens 240 --cpu".split(),
     )
     printed = float(re.search(r"ppl (\S+)", done.stdout + done.stderr).group(1))
     # trained with --seed 7: validation masks by that seed
@@ -122,16 +122,7 @@ def test_text_report_and_missing_manifest(toy_masked_lm, toy_wiki_data, tmp_path
     for path in toy_wiki_data.iterdir():
         if path.name != "manifest.json":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    command = [
-        "score",
-        "--masked-lm",
-        str(toy_masked_lm),
-        "--data",
-        str(tmp_path),
-        "--maskings",
-        "2",
-        "--cpu",
-    ]
+    command = f"score --masked-lm {toy_masked_lm} --data {tmp_path} --maskings 2 --cpu".split()
     assert main(command) == 0
     said = capsys.readouterr()
     assert (
@@ -165,10 +156,7 @@ def test_words_of_a_language_without_spaces_are_not_counted(
     (tmp_path / "manifest.json").write_text(
         json.dumps({**manifest, "splits": {"test": {"words": "many"}}})
     )
-    assert (
-        main(["score", "--masked-lm", str(toy_masked_lm), "--data", str(tmp_path), "--cpu"])
-        == 2
-    )
+    assert main(f"score --masked-lm {toy_masked_lm} --data {tmp_path} --cpu".split()) == 2
     assert "lacks lines" in capsys.readouterr().err
 
 
@@ -192,13 +180,10 @@ def test_damaged_data_is_named(toy_masked_lm, toy_wiki_data, tmp_path, capsys, n
         (tmp_path / path.name).write_bytes(
             path.read_bytes()[: size if path.name == name else None]
         )
-    assert (
-        main(["score", "--masked-lm", str(toy_masked_lm), "--data", str(tmp_path), "--cpu"])
-        == 2
-    )
+    assert main(f"score --masked-lm {toy_masked_lm} --data {tmp_path} --cpu".split()) == 2
     assert "--subset test" in capsys.readouterr().err
 
 
 def test_a_translation_model_is_refused(toy_checkpoint, toy_data, capsys):
-    assert main(["score", "--masked-lm", str(toy_checkpoint), "--data", str(toy_data)]) == 2
+    assert main(f"score --masked-lm {toy_checkpoint} --data {toy_data}".split()) == 2
     assert "is not a masked language model" in capsys.readouterr().err

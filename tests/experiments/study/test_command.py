@@ -1,8 +1,8 @@
 """Workers of a study on one machine: their GPUs, and how they end."""
 
 import contextlib
+import multiprocessing
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_workers_have_gpus_of_their_own(monkeypatch, present, gpus, jobs, given)
 
         terminate = wait = poll
 
-    words = ["study", "toy.yaml", "--jobs", str(jobs)]
+    words = f"study toy.yaml --jobs {jobs}".split()
     monkeypatch.setattr(sys, "argv", ["moa-fairseq", *words])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as it was")
     monkeypatch.setattr(command.subprocess, "Popen", Worker)
@@ -121,23 +121,20 @@ def test_too_many_gpus_for_a_run_are_refused_before_a_worker_starts(study, capsy
     assert "--gpus 1000" in capsys.readouterr().err
 
 
-def test_workers_end_with_a_killed_study(tmp_path):
+def test_workers_end_with_a_killed_study(tmp_path, monkeypatch):
     """Otherwise they would go on training, and a rerun would start as many again."""
     work = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w'); time.sleep(60)"
-    parent = (
-        "import sys\nfrom moa_fairseq.experiments.study import command\n"
-        "from moa_fairseq.experiments.recipes.hardware import Hardware\n"
-        f"command.to_argv = lambda words: [sys.executable, '-c', {work!r}]\n"
-        "command._work_together(2, Hardware())\n"
-    )
-    running = subprocess.Popen([sys.executable, "-c", parent])
+    monkeypatch.setattr(command, "to_argv", lambda words: [sys.executable, "-c", work])
+    fork = multiprocessing.get_context("fork")
+    running = fork.Process(target=command._work_together, args=(2, Hardware()))
+    running.start()
     workers = []
     while len(workers) < 2:
-        assert running.poll() is None
+        assert running.is_alive()
         workers = [int(path.name) for path in tmp_path.iterdir()]
         time.sleep(0.05)
     running.kill()
-    running.wait()
+    running.join()
     for _ in range(600):
         states = [Path(f"/proc/{worker}/stat") for worker in workers]
         if all(not state.exists() or ") Z " in state.read_text() for state in states):

@@ -172,18 +172,17 @@ def test_a_block_that_another_machine_has_continued_is_left_to_it(study, monkeyp
     assert "seed 1" in line
 
 
-@pytest.mark.parametrize("other", [{"hardware": "another machine"}, {"precision": "amp"}])
-def test_runs_that_differ_in_more_than_the_system_are_not_mixed(
-    study, monkeypatch, capsys, other
-):
+def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypatch, capsys):
     Player.end = 3
     study()
     here = conditions.Workspace.conditions
-    shown = {key: value + ", 1 threads" * (key == "hardware") for key, value in other.items()}
-    elsewhere = lambda *arguments: here(*arguments)._replace(**shown)  # noqa: E731
-    monkeypatch.setattr(conditions.Workspace, "conditions", elsewhere)
+
+    def on_another_machine(*arguments):
+        return here(*arguments)._replace(hardware="another machine, 1 threads")
+
+    monkeypatch.setattr(conditions.Workspace, "conditions", on_another_machine)
     Player.end = None
-    Player.conditions = other
+    Player.conditions = {"hardware": "another machine"}
     study()
     assert "B-seed2" not in Player.ran and "B-seed3" in Player.ran, "seed 2 was begun elsewhere"
     said = capsys.readouterr()
@@ -196,9 +195,13 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(
     Player.end = 1
     Player.conditions = {}
     study("--tune", name="tuned", **tuning)
-    monkeypatch.setattr(conditions.Workspace, "conditions", elsewhere)
+
+    def in_another_precision(*arguments):
+        return here(*arguments)._replace(precision="amp")
+
+    monkeypatch.setattr(conditions.Workspace, "conditions", in_another_precision)
     Player.end = None
-    Player.conditions = other
+    Player.conditions = {"precision": "amp"}
     study("--tune", name="tuned", **tuning)
     assert "A-lr=2-seed101" not in Player.ran and "B-lr=2-seed101" in Player.ran, (
         "A was begun elsewhere"

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moa_fairseq.errors import UserError
@@ -39,6 +39,7 @@ def ends(folder):
 texts = st.dictionaries(st.text(max_size=3), st.text() | st.integers(), max_size=2)
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.lists(texts, min_size=1, max_size=3), st.data())
 def test_lines_up_to_any_byte_are_read_and_the_next_line_takes_its_place(
     tmp_path, values, data
