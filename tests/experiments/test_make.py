@@ -21,24 +21,24 @@ from moa_fairseq.experiments.make import OUT, Step, file_signature, make, read_s
 from moa_fairseq.experiments.records import json_files, provenance
 from moa_fairseq.process import held_locks, locked
 
-# Writes a file in small pieces, slowly enough to be killed in between.
+# Writes a file in small pieces; with PAUSE slowly enough to be killed in between.
 SLOW = """
-import sys, time
+import os, sys, time
 with open(sys.argv[1], "w") as stream:
     for number in range(40):
         print(number, sys.argv[2], file=stream, flush=True)
-        time.sleep(0.01)
+        time.sleep(float(os.environ.get("PAUSE", 0)))
 """
 # Goes on in a folder, as a training does: a line a step, up to the goal.
 GOES_ON = """
-import pathlib, sys, time
+import os, pathlib, sys, time
 file = pathlib.Path(sys.argv[1]) / "steps"
 file.parent.mkdir(exist_ok=True)
 done = len(file.read_text().splitlines()) if file.exists() else 0
 for number in range(done, int(sys.argv[2])):
     with open(file, "a") as stream:
         stream.write(f"{number}\\n")
-    time.sleep(0.01)
+    time.sleep(float(os.environ.get("PAUSE", 0)))
 """
 
 
@@ -213,9 +213,9 @@ with signals.terminate_as_interrupt():
 def start(folder, patience=60.0):
     path = [os.path.dirname(__file__), *filter(None, sys.path)]
     code = PROGRAM.format(path=path, folder=str(folder), patience=patience)
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    slowly = {**os.environ, "PAUSE": "0.01"}
+    return subprocess.Popen([sys.executable, "-c", code], env=slowly, **streams)
 
 
 @pytest.mark.thorough

@@ -220,24 +220,12 @@ def test_command_lists_and_writes(mae, toy_data, analyze, capsys):
 
 def test_what_has_no_answer_is_refused(mae, uniform_mae, toy_data, capsys):
     for model, flags, says in (
-        (mae, ["--top", "0"], "--top 0"),
-        (mae, ["--module", "encoder.x"], "--module encoder.x"),
-        (uniform_mae, [], "encoder.layers.0.self_attn is uniform"),
+        (mae, "--top 0", "--top 0"),
+        (mae, "--module encoder.x", "--module encoder.x"),
+        (uniform_mae, "", "encoder.layers.0.self_attn is uniform"),
     ):
-        assert (
-            main(
-                [
-                    "analyze",
-                    "expert-tokens",
-                    str(model),
-                    "--data",
-                    str(toy_data),
-                    "--cpu",
-                    *flags,
-                ]
-            )
-            == 2
-        )
+        line = f"analyze expert-tokens {model} --data {toy_data} --cpu {flags}"
+        assert main(line.split()) == 2
         assert says in capsys.readouterr().err
 
 

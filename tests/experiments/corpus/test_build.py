@@ -112,15 +112,21 @@ def test_a_second_run_reads_no_wheel_and_writes_nothing(
     assert snapshot(output) == before
 
 
-@pytest.mark.parametrize("damage", ["grow", "truncate", "remove"])
-@pytest.mark.parametrize("name", ["train.de", "test.source", "SOURCES.json", "manifest.json"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("train.de", "grow"),
+        ("test.source", "remove"),
+        ("SOURCES.json", "truncate"),
+        ("manifest.json", "truncate"),  # without it the folder is somebody else's: see below
+    ],
+)
 def test_a_damaged_output_is_rebuilt_to_the_same_bytes(packages, build, output, name, damage):
     build(packages)
     before = snapshot(output)
     path = output / name
     data = path.read_bytes()
-    # Without it the folder is somebody else's: see below
-    if damage == "remove" and name != "manifest.json":
+    if damage == "remove":
         path.unlink()
     else:
         path.write_bytes(data[: len(data) // 2] if damage == "truncate" else data + b"x")

@@ -84,14 +84,7 @@ def test_all_stages_and_kill_and_resume(config, write_text, tmp_path, monkeypatc
     chance = random.Random(3)
     # The same fingerprint of the data: both runs train on the one prepared folder.
     command = f"{sys.executable} -m moa_fairseq.cli recipe {config} --stage train".split()
-    command += [
-        "--gpus",
-        "0",
-        "--data",
-        str(prepared_data(undisturbed)),
-        "--save-dir",
-        str(killed),
-    ]
+    command += f"--gpus 0 --data {prepared_data(undisturbed)} --save-dir {killed}".split()
     for number, least in ((signal.SIGKILL, 8), (signal.SIGTERM, 20)):
         kill_in_training(number, least + chance.randrange(12), command, killed)
         assert last_valid(killed)["epoch"] < EPOCHS

@@ -176,14 +176,7 @@ def test_more_experts_per_token_than_experts(
     for side in ("encoder", "decoder"):
         del small["model"]["flags"][f"{side}-attention-heads"]
     small["train"]["criterion"] = "label_smoothed_cross_entropy_with_routing"
-    line = [
-        "recipe",
-        str(write_config(small)),
-        "--gpus",
-        "0",
-        "--save-dir",
-        str(tmp_path / "run"),
-    ]
+    line = f"recipe {write_config(small)} --gpus 0 --save-dir {tmp_path}/run".split()
     for more in ([], ["--dry-run"]):
         assert main([*line, *more]) == 2
         assert re.search(rf"model\.experts_per_token: {printed}", capsys.readouterr().err)
@@ -199,7 +192,7 @@ def test_no_way_into_a_recipe_runs_a_planted_flag(
     (trap / "__init__.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     small["data"]["recipe"] = "binarised"
     small["generate"]["flags"] = {"user-dir": str(trap)}
-    line = ["recipe", str(write_config(small)), "--data", str(toy_data), "--gpus", "0"]
+    line = f"recipe {write_config(small)} --data {toy_data} --gpus 0".split()
     assert main([*line, "--save-dir", str(tmp_path / "run"), *way]) == 2
     assert "generate.flags.user-dir" in capsys.readouterr().err
     assert not (tmp_path / "marker").exists() and not (tmp_path / "run").exists()

@@ -39,16 +39,7 @@ def test_the_commands_make_the_same_run_elsewhere(
     small["train"].update(max_epoch=2, keep_last_epochs=2)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    line = [
-        "recipe",
-        str(write_config(small)),
-        "--data",
-        str(text),
-        "--gpus",
-        "0",
-        "--save-dir",
-        "run",
-    ]
+    line = f"recipe {write_config(small)} --data {text} --gpus 0 --save-dir run".split()
     assert main([*line, "--set", "data.bpe=40", "--dry-run"]) == 0
     shown = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("$ ")]
     assert main([*line, "--set", "data.bpe=40"]) == 0

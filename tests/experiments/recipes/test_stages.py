@@ -788,7 +788,7 @@ def test_a_run_folder_whose_models_fairseq_could_not_find_is_refused_first(
 ):
     """fairseq-generate splits --path at a colon: hours after the training began."""
     folder = tmp_path / "runs" / "12:30"
-    line = ["recipe", str(write_config(small)), "--data", str(binarised), "--gpus", "0", *mode]
+    line = [*f"recipe {write_config(small)} --data {binarised} --gpus 0".split(), *mode]
     assert main([*line, "--save-dir", str(folder)]) == 2
     assert "12:30: fairseq takes the ':'" in capsys.readouterr().err and not folder.exists()
 
@@ -804,7 +804,7 @@ def test_each_seed_has_its_folder_and_record_and_all_have_a_mean(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Executor, "run", execute)
-    line = ["recipe", str(write_config(small)), "--data", str(binarised), "--gpus", "0"]
+    line = f"recipe {write_config(small)} --data {binarised} --gpus 0".split()
     assert main([*line, "--record", "--seeds", "1,2,4"]) == 0
     assert "seeds 1,2,4: 12.33, standard deviation 1.53" in capsys.readouterr().out
     for seed in (1, 2, 4):

@@ -1,11 +1,7 @@
-"""multi-bleu.perl and the chains around it: recorded lines, live Perl where there is one, and edges."""
+"""multi-bleu.perl and the chains around it: lines that Perl gave, and edges."""
 
 import json
 import math
-import os
-import random
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,16 +12,6 @@ from moa_fairseq.experiments.scoring.chains import Texts, multi_bleu, score, spl
 CASES = json.loads(
     (Path(__file__).parent / "multi_bleu_recorded.json").read_text(encoding="utf-8")
 )
-SCRIPTS = os.environ.get("MOSES_SCRIPTS")
-SPLIT = "perl -ple 's{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g'"
-PUNCTUATION = 'perl "$MOSES_SCRIPTS"/tokenizer/replace-unicode-punctuation.perl'
-TOKENIZER = 'perl "$MOSES_SCRIPTS"/tokenizer/tokenizer.perl -q -l de'
-PERL_CHAINS = {
-    "multi-bleu": ("cat", "cat"),
-    "compound-split": (SPLIT, SPLIT),
-    "get-ende-bleu": (f"{PUNCTUATION} | {TOKENIZER} | {SPLIT}", SPLIT),
-    "moa-release": (f"{PUNCTUATION} | {SPLIT}", f"{PUNCTUATION} | {SPLIT}"),
-}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['chain']}: {case['name']}")
@@ -34,60 +20,6 @@ def test_equals_recorded_perl(case):
         case["chain"], Texts(case["hypotheses"], case["references"]), case["lowercase"]
     )
     assert result["line"] == case["perl"]
-
-
-def random_pair(seed):
-    """Lines of hyphens, quotes, entities, spaces of every kind, other scripts and nothing at all."""
-    rng = random.Random(seed)
-    words = [
-        "a-b-c",
-        "d--e",
-        "-",
-        "x-",
-        "&quot;",
-        "&amp;",
-        "'",
-        "der",
-        "Mann",
-        "Haus",
-        ".",
-        "z.B.",
-        "10.",
-    ]
-    words += ["Привет", "你好", "世界，", "مرحبا", "😀", "@-@", "ß-ß", "É", "１", "’"]
-    words += ["a\u00a0-\u00a0b", "\u3000", "x\u3000y"]
-    vocabulary = rng.sample(words, rng.choice([5, 12, len(words)]))
-
-    def line():
-        count = rng.randint(0, 20)
-        return "".join(
-            rng.choice(vocabulary) + rng.choice([" ", "  ", "\t"]) for _ in range(count)
-        )
-
-    hypotheses = [line() for _ in range(rng.choice([1, 8, 60]))]
-    return hypotheses, [
-        hypothesis if rng.random() < 0.5 else line() for hypothesis in hypotheses
-    ]
-
-
-@pytest.mark.skipif(
-    not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS"
-)
-@pytest.mark.parametrize("chain", PERL_CHAINS)
-def test_equals_live_perl(chain, tmp_path):
-    for seed in range(15):
-        hypotheses, reference = random_pair(seed)
-        for name, lines in (("hypotheses", hypotheses), ("reference", reference)):
-            (tmp_path / name).write_bytes("".join(f"{line}\n" for line in lines).encode())
-        on_hypotheses, on_reference = PERL_CHAINS[chain]
-        command = (
-            f"cat hypotheses | {on_hypotheses} > h; cat reference | {on_reference} > r; "
-            'perl "$MOSES_SCRIPTS"/generic/multi-bleu.perl r < h'
-        )
-        perl = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True)
-        assert (
-            score(chain, Texts(hypotheses, [reference]))["line"] == perl.stdout.decode().strip()
-        ), seed
 
 
 def test_splitting_does_not_overlap():
