@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TextIO
 from moa_fairseq.errors import printable
 
 _BAR = re.compile(r"(?<!\\)\|")  # a bar would end a cell in Markdown
-_BREAKABLE = 12  # longer words may be broken if nothing else makes a table fit
+_BREAKABLE = 12  # the least width of a column whose words are broken
 
 
 class Column(NamedTuple):
@@ -29,6 +29,11 @@ class Column(NamedTuple):
     form: str = ""
     once: bool = False
 
+    @property
+    def is_right_aligned(self) -> bool:
+        """Whether the cells are aligned to the right."""
+        return bool(self.form)
+
 
 class Table(NamedTuple):
     """A table of plain values.
@@ -46,7 +51,7 @@ class Table(NamedTuple):
         columns, lines = self._cells()
         if not columns:
             return ""
-        lines.insert(1, tuple("--:" if column.form else "---" for column in columns))
+        lines.insert(1, tuple("--:" if column.is_right_aligned else "---" for column in columns))
         rows = []
         for line in lines:
             escaped = [_BAR.sub(r"\|", text) for text in line]
@@ -63,55 +68,31 @@ class Table(NamedTuple):
         columns, lines = self._cells()
         if not columns:
             return ""
-        texts = [list(map(plain, line)) for line in lines]
-        shown = texts[:2]
-        for above, line in pairwise(texts[1:]):
-            cells = zip(columns, above, line)
-            shown.append(
-                ["" if column.once and text == last else text for column, last, text in cells]
-            )
-        widths, gap = _fit_columns(columns, shown, width)
-        out = _wrapped(shown[0], columns, widths, gap, is_head=True)
+        head, *rows = [list(map(plain, line)) for line in lines]
+        shown = _without_repeats(columns, rows)
+        widths, gap = _fit_columns(columns, [head, *shown], width)
+        out = _wrapped(head, columns, widths, gap, is_head=True)
         out.append(gap.join("-" * size for size in widths))
-        for line in shown[1:]:
-            out += _wrapped(line, columns, widths, gap)
+        for row in shown:
+            out += _wrapped(row, columns, widths, gap)
         return "\n".join(out)
 
     def _cells(self) -> tuple[list[Column], list[tuple[str, ...]]]:
         """The columns with values, and the texts of the cells line by line, the headings first."""
         columns = []
-        cells = []
+        cells_by_column = []
         for column in self.columns:
-            texts = [_written(row.get(column.key), column.form) for row in self.rows]
+            texts = [_cell_text(row.get(column.key), column.form) for row in self.rows]
             if any(texts):
                 columns.append(column)
-                cells.append([column.head, *texts])
-        return columns, list(zip(*cells))
+                cells_by_column.append([column.head, *texts])
+        lines = list(zip(*cells_by_column))
+        return columns, lines
 
 
 def terminal_width() -> int:
     """The number of characters of a line on the terminal; 80 if there is none."""
     return shutil.get_terminal_size().columns
-
-
-def _wrapped(
-    line: Sequence[str],
-    columns: Sequence[Column],
-    widths: Sequence[int],
-    gap: str,
-    is_head: bool = False,
-) -> list[str]:
-    """A row of a table in as many lines as its longest cell needs."""
-    wrapped = []
-    for text, size in zip(line, widths):
-        wrapped.append(textwrap.wrap(text, size, break_on_hyphens=is_head))
-    lines = []
-    for parts in zip_longest(*wrapped, fillvalue=""):
-        padded = []
-        for text, size, column in zip(parts, widths, columns):
-            padded.append(text.rjust(size) if column.form else text.ljust(size))
-        lines.append(gap.join(padded).rstrip())
-    return lines
 
 
 def page(blocks: Iterable[str | Table], markdown: bool = False, width: int | None = None) -> str:
@@ -158,12 +139,6 @@ def plain(text: str) -> str:
     return text.replace("`", "").replace("**", "")
 
 
-def _written(value: Any, form: str) -> str:
-    if value is None or isinstance(value, str):
-        return printable(" ".join((value or "").splitlines()))
-    return format(value, form)
-
-
 class Terminal:
     """A stream to a terminal that escapes control characters of foreign text.
 
@@ -182,7 +157,77 @@ class Terminal:
         return getattr(self.stream, name)
 
 
-def _shrink(widths: list[int], least: list[int], room: int) -> None:
+def _cell_text(value: Any, form: str) -> str:
+    """A value in one line: a number in its column's format, a text without control characters."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return printable(" ".join(value.splitlines()))
+    return format(value, form)
+
+
+def _without_repeats(columns: Sequence[Column], rows: Sequence[list[str]]) -> list[list[str]]:
+    """The rows; in columns with `once`, a cell that equals the one above it is empty."""
+    shown = [rows[0]]
+    for above, row in pairwise(rows):
+        cells = zip(columns, above, row)
+        shown.append(["" if column.once and text == last else text for column, last, text in cells])
+    return shown
+
+
+class _Layout(NamedTuple):
+    """How a table is made narrower, apart from wrapping texts between words.
+
+    Args:
+        gap: the spaces between two columns.
+        wraps_numbers: whether cells that are aligned to the right are wrapped at their spaces.
+        breaks_words: whether long words of other cells are broken.
+    """
+
+    gap: str
+    wraps_numbers: bool = False
+    breaks_words: bool = False
+
+
+# The gentlest first
+_LAYOUTS = (
+    _Layout("  "),
+    _Layout(" "),
+    _Layout(" ", wraps_numbers=True),
+    _Layout(" ", wraps_numbers=True, breaks_words=True),
+)
+
+
+def _fit_columns(
+    columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int
+) -> tuple[list[int], str]:
+    """The columns' widths, and the gap between two columns.
+
+    The widest column shrinks until a line fits. If this is not enough, the gap is narrowed, then numbers are
+    wrapped, then long words are broken; a line that does not fit even so is longer than the width.
+    """
+    cells_by_column = list(zip(*lines))
+    widths = [max(map(len, cells)) for cells in cells_by_column]
+    for layout in _LAYOUTS:
+        room = width - len(layout.gap) * (len(columns) - 1)
+        least = [_least_width(*column, layout) for column in zip(columns, cells_by_column)]
+        _shrink(widths, least, room)
+        if sum(widths) <= room:
+            return widths, layout.gap
+    return widths, _LAYOUTS[-1].gap
+
+
+def _least_width(column: Column, cells: Sequence[str], layout: _Layout) -> int:
+    """The least width of a column, whose heading is its first cell."""
+    head, *texts = cells
+    head_parts = head.replace("-", "- ")  # a heading may be broken after a hyphen
+    longest_word = max(map(len, " ".join([head_parts, *texts]).split()), default=1)
+    if column.is_right_aligned:
+        return longest_word if layout.wraps_numbers else max(longest_word, *map(len, texts))
+    return min(longest_word, _BREAKABLE) if layout.breaks_words else longest_word
+
+
+def _shrink(widths: list[int], least: Sequence[int], room: int) -> None:
     """Make the widest columns narrower until they fit, or until all have their least width."""
     while sum(widths) > room:
         wide = [index for index, size in enumerate(widths) if size > least[index]]
@@ -191,24 +236,21 @@ def _shrink(widths: list[int], least: list[int], room: int) -> None:
         widths[max(wide, key=widths.__getitem__)] -= 1
 
 
-def _fit_columns(
-    columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int
-) -> tuple[list[int], str]:
-    """The columns' widths, and the gap between them. The widest column shrinks until a line fits."""
-    widths = []
-    unbroken = []  # least widths of the columns: no number and no word is broken,
-    words = []  # no word is broken,
-    broken = []  # long words may be broken
-    for column, (head, *texts) in zip(columns, zip(*lines)):
-        widths.append(max(map(len, [head, *texts])))
-        head = head.replace("-", "- ")  # a heading may be broken after a hyphen
-        longest = max(map(len, " ".join([head, *texts]).split()), default=1)
-        unbroken.append(max(longest, *map(len, texts)) if column.form else longest)
-        words.append(longest)
-        broken.append(longest if column.form else min(longest, _BREAKABLE))
-    for gap, least in (("  ", unbroken), (" ", unbroken), (" ", words), (" ", broken)):
-        room = width - len(gap) * (len(widths) - 1)
-        _shrink(widths, least, room)
-        if sum(widths) <= room:
-            break
-    return widths, gap
+def _wrapped(
+    line: Sequence[str],
+    columns: Sequence[Column],
+    widths: Sequence[int],
+    gap: str,
+    is_head: bool = False,
+) -> list[str]:
+    """A row of a table in as many lines as its longest cell needs."""
+    wrapped = []
+    for text, size in zip(line, widths):
+        wrapped.append(textwrap.wrap(text, size, break_on_hyphens=is_head))
+    lines = []
+    for parts in zip_longest(*wrapped, fillvalue=""):
+        padded = []
+        for text, size, column in zip(parts, widths, columns):
+            padded.append(text.rjust(size) if column.is_right_aligned else text.ljust(size))
+        lines.append(gap.join(padded).rstrip())
+    return lines
