@@ -37,6 +37,11 @@ class GenerateLog(NamedTuple):
     target_lang: str | None
     complete: bool
 
+    @property
+    def is_decoded(self) -> bool:
+        """Whether fairseq applied --bpe or --tokenizer to the hypotheses."""
+        return self.decoded != self.hypotheses
+
 
 def read_generate_log(path: str | Path, allow_partial: bool = False) -> GenerateLog:
     """Parse the output of fairseq-generate.

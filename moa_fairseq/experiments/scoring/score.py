@@ -45,7 +45,7 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError, printable
 from moa_fairseq.experiments.data.parallel_text import hyphens
@@ -76,13 +76,37 @@ from moa_fairseq.experiments.scoring.text_marks import (
 from moa_fairseq.experiments.tables import Column, Table, terminal_width, values_of
 from moa_fairseq.text.subwords import join_subwords
 
-Output = tuple[
-    Texts, dict[str, Any]
-]  # the texts of a system's output, and facts about them for --json
+DEFAULT_LANGUAGE = "de"
+# In place of fairseq's marks of unknown words: characters without a meaning in Unicode, which no tokeniser
+# splits and which match nothing. multi-bleu.perl counts <<unk>> as one word, but sacreBLEU as five
+UNKNOWN_IN_HYPOTHESIS = "\ufdd1"
+UNKNOWN_IN_REFERENCE = "\ufdd0"
+
+
+class Output(NamedTuple):
+    """A system's output for a test set.
+
+    Args:
+        texts: its lines and the references.
+        facts: what --json says about the input.
+        warnings: what makes a score of these texts doubtful.
+        without_spaces: whether no spaces separate the words of the references.
+    """
+
+    texts: Texts
+    facts: dict[str, Any]
+    warnings: list[str]
+    without_spaces: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq score`."""
+    _add_text_flags(parser)
+    _add_model_flags(parser)
+
+
+def _add_text_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags for texts, and --json."""
     add = parser.add_argument
     chains = list(KEYS)
     add(
@@ -153,32 +177,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--json", action="store_true", help="print one JSON object")
 
-    add_for_models = parser.add_argument_group("models").add_argument
-    add_for_models(
-        "--masked-lm", type=Path, metavar="CHECKPOINT", help="score this masked language model"
-    )
-    add_for_models("--classifier", type=Path, metavar="CHECKPOINT", help="score this classifier")
-    add_for_models(
-        "--data", type=Path, metavar="DIR", help="binarised text (default: what it was trained on)"
-    )
-    add_for_models("--subset", default="test", help="default: %(default)s")
-    add_for_models(
-        "--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)"
-    )
-    add_for_models("--cpu", action="store_true", help="do not use a GPU")
-    add_for_models(
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags for models."""
+    add = parser.add_argument_group("models").add_argument
+    add("--masked-lm", type=Path, metavar="CHECKPOINT", help="score this masked language model")
+    add("--classifier", type=Path, metavar="CHECKPOINT", help="score this classifier")
+    add("--data", type=Path, metavar="DIR", help="binarised text (default: what it was trained on)")
+    add("--subset", default="test", help="default: %(default)s")
+    add("--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)")
+    add("--cpu", action="store_true", help="do not use a GPU")
+    add(
         "--sample-break-mode",
         choices=["none", "complete", "complete_doc", "eos"],
         help="of --masked-lm: how the text is cut (default: as in training); none cuts long lines to fit",
     )
-    add_for_models(
+    add(
         "--maskings",
         type=int,
         default=5,
         metavar="N",
         help="of --masked-lm: how many are averaged (default: %(default)s)",
     )
-    add_for_models(
+    add(
         "--mask-seed",
         type=int,
         default=1,
@@ -191,7 +212,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the requested scores, and return the exit status."""
     if args.masked_lm or args.classifier:
         return _score_model(args)
-    if bool(args.log) == bool(args.hypothesis) or bool(args.hypothesis) != bool(args.reference):
+    gives_log = args.log and not (args.hypothesis or args.reference)
+    gives_files = args.hypothesis and args.reference and not args.log
+    if not (gives_log or gives_files):
         raise UserError(
             "Give either GENERATE_OUTPUT, or both --hypothesis FILE and --reference FILE, or --masked-lm "
             "CHECKPOINT, or --classifier CHECKPOINT."
@@ -210,8 +233,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"{len(paths)} outputs: give one, or one for each seed and --against others."
         )
-    texts, meta = read(paths[0], args)
-    return _score_texts(texts, meta, args)
+    return _score_output(read(paths[0], args), args)
 
 
 def _score_model(args: argparse.Namespace) -> int:
@@ -226,16 +248,15 @@ def _score_model(args: argparse.Namespace) -> int:
     return module.run(args)
 
 
-def _score_texts(texts: Texts, meta: dict[str, Any], args: argparse.Namespace) -> int:
-    """Print the scores of one output; warnings and the number of hyphens are added to `meta`."""
+def _score_output(output: Output, args: argparse.Namespace) -> int:
+    """Print the scores of one output."""
     chains = dict.fromkeys([*(args.chain or DEFAULT_CHAINS), *args.also])
-    scores = {name: score(name, texts, args.lowercase) for name in chains}
-    references = list(itertools.chain.from_iterable(texts.references))
-    meta["warnings"] += _chain_warnings(texts, references, scores, meta["without_spaces"])
-    meta["hyphens"] = {"hypotheses": hyphens(texts.hypotheses), "references": hyphens(references)}
-    _warn(meta["warnings"])
+    scores = {name: score(name, output.texts, args.lowercase) for name in chains}
+    warnings = output.warnings + _chain_warnings(output, scores)
+    _warn(warnings)
     if args.json:
         content = {KEYS[name]: values for name, values in scores.items()}
+        meta = _meta(output, warnings)
         print(json.dumps(content | {"meta": meta}, indent=2, ensure_ascii=False))
         return 0
     for name, values in scores.items():
@@ -244,22 +265,34 @@ def _score_texts(texts: Texts, meta: dict[str, Any], args: argparse.Namespace) -
     return 0
 
 
-def _chain_warnings(
-    texts: Texts, references: list[str], scores: dict[str, dict[str, Any]], without_spaces: bool
-) -> list[str]:
+def _meta(output: Output, warnings: list[str]) -> dict[str, Any]:
+    """What --json says about an output, apart from its scores."""
+    texts = output.texts
+    return output.facts | {
+        "target_lang": texts.lang,
+        "warnings": warnings,
+        "without_spaces": output.without_spaces,
+        "hyphens": {
+            "hypotheses": hyphens(texts.hypotheses),
+            "references": hyphens(itertools.chain(*texts.references)),
+        },
+    }
+
+
+def _chain_warnings(output: Output, scores: dict[str, dict[str, Any]]) -> list[str]:
     """Warnings about the texts for which a chain's score misleads."""
-    form = RUNNING if texts.detokenized else ""
-    wants = {}
-    by_words = []  # chains that count n-grams of words between spaces
-    for name, values in scores.items():
-        wants[name] = (form, form) if name == SACREBLEU else CHAINS[name].wants
-        if name != SACREBLEU or "tok:13a" in values["signature"]:
-            by_words.append(name)
-    warnings = score_warnings(wants, {"hypotheses": texts.hypotheses, "references": references})
-    if without_spaces and by_words:
+    texts = output.texts
+    forms = {name: _required_forms(name, texts) for name in scores}
+    references = list(itertools.chain(*texts.references))
+    warnings = score_warnings(forms, {"hypotheses": texts.hypotheses, "references": references})
+    # Chains that count n-grams of words between spaces, as sacreBLEU does by its tokeniser 13a
+    word_chains = [
+        name for name in scores if name != SACREBLEU or "tok:13a" in scores[name]["signature"]
+    ]
+    if output.without_spaces and word_chains:
         warnings.append(
-            f"{', '.join(by_words)}: spaces do not part the words of the references, so n-grams of words say "
-            "nothing: use sacrebleu with the target's --target-lang, or --sacrebleu-tokenizer char"
+            f"{', '.join(word_chains)}: spaces do not part the words of the references, so n-grams of words "
+            "say nothing: use sacrebleu with the target's --target-lang, or --sacrebleu-tokenizer char"
         )
     warnings += [values["warning"] for values in scores.values() if "warning" in values]
     if "compound-split" in scores and any(" @-@ " in line for line in texts.hypotheses):
@@ -270,6 +303,13 @@ def _chain_warnings(
     return warnings
 
 
+def _required_forms(chain: str, texts: Texts) -> tuple[str, str]:
+    """The forms that a chain needs of hypotheses and references; "" is any form."""
+    if chain != SACREBLEU:
+        return CHAINS[chain].wants
+    return (RUNNING, RUNNING) if texts.detokenized else ("", "")
+
+
 def _warn(warnings: Iterable[str]) -> None:
     """Print warnings to standard error."""
     for warning in warnings:
@@ -278,10 +318,10 @@ def _warn(warnings: Iterable[str]) -> None:
 
 def _compare(ours: list[Output], theirs: list[Output], as_json: bool) -> int:
     """Compare the outputs of two systems."""
-    for _, meta in (*ours, *theirs):
-        _warn(meta["warnings"])
-    first = [running_text(texts) for texts, _ in ours]
-    second = [running_text(texts) for texts, _ in theirs]
+    for output in (*ours, *theirs):
+        _warn(output.warnings)
+    first = [running_text(output.texts) for output in ours]
+    second = [running_text(output.texts) for output in theirs]
     _warn(dict.fromkeys(text.warning for text in (*first, *second) if text.warning))
     content = compare_systems(first, second)
     if as_json:
@@ -306,34 +346,32 @@ def _compare(ours: list[Output], theirs: list[Output], as_json: bool) -> int:
 
 
 def _from_log(path: str, args: argparse.Namespace) -> Output:
-    """The texts of a log, and facts about them for --json."""
-    file, language = beside_recipe(path)
+    """The output in a log of fairseq-generate."""
+    file, recipe_language = beside_recipe(path)
     log = read_generate_log(file, args.allow_partial)
-    language = args.target_lang or log.target_lang or language
+    language = args.target_lang or log.target_lang or recipe_language
     subwords = args.remove_bpe or "auto"
-    hypotheses, kind = _joined(log.hypotheses, subwords)
+    joined, kind = _joined(log.hypotheses, subwords)
     targets, target_kind = _joined(log.targets, subwords)
-    is_running = args.detokenized
     # fairseq applies --bpe and --tokenizer to T and D, not to H: then D must be compared with T
-    is_decoded = log.decoded != log.hypotheses
-    if is_decoded:
-        is_running = is_running or log.decoded != hypotheses
-        hypotheses = log.decoded
-    # fairseq's marks of unknown words become characters without a meaning in Unicode, which no tokeniser
-    # splits and which match nothing: multi-bleu.perl counts <<unk>> as one word, but sacreBLEU as five
-    hypotheses = [line.replace("<unk>", "\ufdd1") for line in hypotheses]
-    references = [[line.replace("<<unk>>", "\ufdd0") for line in targets]]
-    raw = [_raw_lines(args.raw_reference, file, log)] if args.raw_reference else None
-    meta: dict[str, Any] = {
+    scored = log.decoded if log.is_decoded else joined
+    texts = Texts(
+        [line.replace("<unk>", UNKNOWN_IN_HYPOTHESIS) for line in scored],
+        [[line.replace("<<unk>>", UNKNOWN_IN_REFERENCE) for line in targets]],
+        lang=language or DEFAULT_LANGUAGE,
+        detokenized=args.detokenized or scored != joined,
+        raw_references=[_raw_lines(args.raw_reference, file, log)] if args.raw_reference else None,
+        tokenizer=args.sacrebleu_tokenizer,
+    )
+    facts = {
         "input": str(file),
         "lines": len(log.ids),
-        "hypothesis_lines": "D" if is_decoded else "H",
+        "hypothesis_lines": "D" if log.is_decoded else "H",
         "subwords_joined": {"hypotheses": kind, "references": [target_kind]},
         "complete": log.complete,
-    } | _language_facts(file, language, references)
-    meta["warnings"] += _log_warnings(file, log, args.allow_partial)
-    lang = meta["target_lang"]
-    return Texts(hypotheses, references, lang, is_running, raw, args.sacrebleu_tokenizer), meta
+    }
+    warnings = _language_warnings(file, language) + _log_warnings(file, log, args.allow_partial)
+    return Output(texts, facts, warnings, _is_without_spaces(texts, language))
 
 
 def _raw_lines(path: str, log_file: Path, log: GenerateLog) -> list[str]:
@@ -347,21 +385,17 @@ def _raw_lines(path: str, log_file: Path, log: GenerateLog) -> list[str]:
     return [lines[i] for i in log.ids]
 
 
-def _language_facts(
-    path: str | Path, language: str | None, references: Iterable[Iterable[str]]
-) -> dict[str, Any]:
-    """The language of a text, which is German if it is unknown, and whether spaces separate its words."""
-    lines = [line.split() for line in itertools.chain.from_iterable(references) if line.strip()]
-    warnings = []
-    if not language:
-        warnings.append(
-            f"{path} does not name its language, so German is assumed: say --target-lang"
-        )
-    return {
-        "target_lang": language or "de",
-        "warnings": warnings,
-        "without_spaces": lacks_spaces(language, sum(map(len, lines)), len(lines)),
-    }
+def _language_warnings(path: str | Path, language: str | None) -> list[str]:
+    """A warning if the language of a text is unknown."""
+    if language:
+        return []
+    return [f"{path} does not name its language, so German is assumed: say --target-lang"]
+
+
+def _is_without_spaces(texts: Texts, language: str | None) -> bool:
+    """Whether no spaces separate the words of the references; None is an unknown language."""
+    lines = [line.split() for line in itertools.chain(*texts.references) if line.strip()]
+    return lacks_spaces(language, sum(map(len, lines)), len(lines))
 
 
 def _log_warnings(path: Path, log: GenerateLog, allow_partial: bool) -> list[str]:
@@ -373,10 +407,12 @@ def _log_warnings(path: Path, log: GenerateLog, allow_partial: bool) -> list[str
             "counts as one word that never matches; to be exact, score text files with --hypothesis and "
             "--reference"
         )
-    if skipped := log.ids[-1] + 1 - len(log.ids):
+    translated = len(log.ids)
+    missing = log.ids[-1] + 1 - translated  # ids count from 0
+    if missing:
         number = "1 sentence of the test set is"
-        if skipped > 1:
-            number = f"{skipped} sentences of the test set are"
+        if missing > 1:
+            number = f"{missing} sentences of the test set are"
         problem = (
             f"{path}: {number} missing. fairseq leaves out "
             "what is longer than the model with --skip-invalid-size-inputs-valid-test, other shards with "
@@ -389,38 +425,51 @@ def _log_warnings(path: Path, log: GenerateLog, allow_partial: bool) -> list[str
         warnings.append(problem)
     if not log.complete:
         warnings.append(
-            f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences"
+            f"{path} is incomplete: this is the score of its first {translated} sentences"
         )
     return warnings
 
 
 def _from_files(path: str, args: argparse.Namespace) -> Output:
-    """The texts of --hypothesis and --reference, and facts about them for --json."""
-    raws = [args.raw_reference] if args.raw_reference else []
-    texts = {file: read_lines(file) for file in (path, *args.reference, *raws)}
-    hypotheses = texts[path]
-    subwords = args.remove_bpe or "none"
-    for file, lines in texts.items():
-        if not "".join(lines).strip():
-            raise UserError(f"{file} is empty: there is nothing to score.")
-        if len(lines) != len(hypotheses):
-            raise UserError(
-                f"{path} has {len(hypotheses)} lines, {file} has {len(lines)}: a score needs the same "
-                f"sentences in the same order. Check that both files are complete."
-            )
-    joined, kind = _joined(hypotheses, subwords)
-    references, reference_kinds = zip(*(_joined(texts[file], subwords) for file in args.reference))
+    """The output in a file of --hypothesis or --against."""
+    files = [path, *args.reference]
+    if args.raw_reference:
+        files.append(args.raw_reference)
+    lines_by_file = {file: read_lines(file) for file in files}
+    _check_lines(path, lines_by_file)
     language = args.target_lang or beside_recipe(path)[1]
-    meta: dict[str, Any] = {
+    subwords = args.remove_bpe or "none"
+    joined = [_joined(lines_by_file[file], subwords) for file in (path, *args.reference)]
+    (hypotheses, *references), (kind, *reference_kinds) = zip(*joined)
+    texts = Texts(
+        hypotheses,
+        references,
+        lang=language or DEFAULT_LANGUAGE,
+        detokenized=args.detokenized,
+        raw_references=[lines_by_file[args.raw_reference]] if args.raw_reference else None,
+        tokenizer=args.sacrebleu_tokenizer,
+    )
+    facts = {
         "input": path,
         "references": args.reference,
         "lines": len(hypotheses),
-        "subwords_joined": {"hypotheses": kind, "references": list(reference_kinds)},
-    } | _language_facts(path, language, references)
-    raw = [texts[file] for file in raws] or None
-    lang = meta["target_lang"]
-    tokenizer = args.sacrebleu_tokenizer
-    return Texts(joined, list(references), lang, args.detokenized, raw, tokenizer), meta
+        "subwords_joined": {"hypotheses": kind, "references": reference_kinds},
+    }
+    warnings = _language_warnings(path, language)
+    return Output(texts, facts, warnings, _is_without_spaces(texts, language))
+
+
+def _check_lines(path: str, lines_by_file: dict[str, list[str]]) -> None:
+    """Raise UserError for an empty file, and for one with more or fewer lines than `path`."""
+    expected = len(lines_by_file[path])
+    for file, lines in lines_by_file.items():
+        if not "".join(lines).strip():
+            raise UserError(f"{file} is empty: there is nothing to score.")
+        if len(lines) != expected:
+            raise UserError(
+                f"{path} has {expected} lines, {file} has {len(lines)}: a score needs the same sentences in "
+                "the same order. Check that both files are complete."
+            )
 
 
 def _joined(lines: list[str], requested: str) -> tuple[list[str], str]:
