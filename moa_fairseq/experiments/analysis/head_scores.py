@@ -22,7 +22,6 @@ from moa_fairseq.experiments.analysis.direct_effects import (
 from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.moa import MixtureOfAttention
-from moa_fairseq.layers.moh import MixtureOfHeads
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.switchhead import SwitchHeadAttention
 from moa_fairseq.plugin.forward_context import NamedRoutings
@@ -71,7 +70,7 @@ class HeadScore:
         return f"{self.kind} {self.number}"
 
     def record(self) -> dict[str, Any]:
-        """The scores as JSON values; "map" is None."""
+        """The scores as JSON values; "map" is None, because it is a matrix for the picture alone."""
         keys = ("name", "label", "prefix", "copying", "chosen")
         record = {key: getattr(self, key) for key in keys}
         return record | {"experts": [part.record() for part in self.experts], "map": None}
@@ -96,23 +95,32 @@ def measure_heads(
     model = model.to(device).eval()
     tokens = tokens.to(device)
     length = tokens.size(1) // 2
-    places = Places(tokens, torch.arange(length + 1, 2 * length), torch.arange(2, length + 1))
-    effects: dict[str, Copying] = {}
+    # </s> is at 0, the symbols are at 1 … N and again at N + 1 … 2·N; behind the last of them is no copy
+    places = Places(
+        tokens=tokens,
+        queries=torch.arange(length + 1, 2 * length),
+        keys=torch.arange(2, length + 1),
+    )
+    copying_by_name: dict[str, Copying] = {}
 
     def watch(name: str, module: nn.Module, call: dict[str, Any], routings: NamedRoutings) -> None:
         if isinstance(module, Attention):
             sides = dict(routings_of(name, routings))
-            effects[name] = direct_effects(model, module, call, places, sides)
+            copying_by_name[name] = direct_effects(model, module, call, places, sides)
 
     with torch.no_grad():
-        weights_by_name, routings, _ = pass_with_weights(model, {"src_tokens": tokens}, watch)
-        likeliest = model(tokens)[0][:, places.queries].argmax(-1)
+        weights_by_name, routings, output = pass_with_weights(
+            model, {"src_tokens": tokens}, watch, features_only=False
+        )
     heads: list[HeadScore] = []
     for name, weights in weights_by_name.items():
         module = model.get_submodule(name)
         sides = dict(routings_of(name, routings))
-        heads += _scores(name, module, weights, sides, effects.get(name, Copying()), places)
-    return heads, (likeliest == tokens[:, places.keys]).double().mean().item()
+        copying = copying_by_name.get(name, Copying())
+        heads += _scores(name, module, weights, sides, copying, places)
+    likeliest = output[0][:, places.queries].argmax(-1)
+    accuracy = (likeliest == tokens[:, places.keys]).double().mean().item()
+    return heads, accuracy
 
 
 def _scores(
@@ -120,32 +128,87 @@ def _scores(
     module: nn.Module,
     weights: Tensor,
     routings: dict[str, Routing],
-    effects: Copying,
+    copying: Copying,
     places: Places,
 ) -> list[HeadScore]:
-    """The scores of a module's heads from its weights, [H, B, T, S]."""
-    copying = torch.stack(effects.heads) if effects.heads else None
-    chosen = torch.ones(weights.shape[:3], dtype=torch.bool)
-    kind = "head"
-    routing = routings.get("queries")
-    # In other families, tokens choose heads: MAE's experts share all heads, and SwitchHead's are projections
-    shared = (MixtureOfAttentiveExperts, SwitchHeadAttention)
-    if routing is not None and not isinstance(module, shared):
+    """The scores of a module's heads from the weights of its heads or slots, [H, B, T, S]."""
+    routing = _routing_to_heads(module, routings)
+    if routing is None:
+        kind = "head"
+        head_weights = weights
+        chosen = torch.ones(weights.shape[:3], dtype=torch.bool)
+        head_copying = torch.stack(copying.heads) if copying.heads else None
+    else:
         kind = "expert"
-        weights, chosen, copying = _by_expert(module, routing, weights, copying, places)
-    attention = weights[:, :, places.queries, places.keys]  # [H, B, N − 1]
-    chosen = chosen[:, :, places.queries]
+        expert_of_slot, num_experts = _expert_of_slot(module, routing, places)
+        head_weights = _scatter_to_experts(weights, expert_of_slot, num_experts)
+        is_taken = torch.ones_like(expert_of_slot, dtype=torch.bool)
+        chosen = _scatter_to_experts(is_taken, expert_of_slot, num_experts)
+        head_copying = _copying_by_expert(
+            copying, expert_of_slot[:, :, places.queries], num_experts
+        )
+    attention = head_weights[:, :, places.queries, places.keys]  # [H, B, N − 1]
+    chosen_by_queries = chosen[:, :, places.queries]
     gates = _gates_of_heads(module, routings, places)
-    values = value_routing(module, routings)
+    routing_of_values = value_routing(module, routings)
     scores = []
-    for head, head_attention in enumerate(attention):
-        effect = None if copying is None else copying[head]
-        score = _head_score(name, kind, head + 1, head_attention, effect, chosen[head])
-        if values is not None:
-            score.experts = _value_scores(name, head, values, head_attention, effects, places)
-        score.map = HeadMap(weights[head, 0], {side: gate[head] for side, gate in gates.items()})
+    for head, (head_attention, is_chosen) in enumerate(zip(attention, chosen_by_queries)):
+        shares = None if head_copying is None else head_copying[head]
+        score = _head_score(name, kind, head + 1, head_attention, shares, is_chosen)
+        if routing_of_values is not None:
+            score.experts = _value_scores(
+                name, head, routing_of_values, head_attention, copying, places
+            )
+        score.map = HeadMap(
+            head_weights[head, 0], {side: gate[head] for side, gate in gates.items()}
+        )
         scores.append(score)
     return scores
+
+
+def _routing_to_heads(module: nn.Module, routings: dict[str, Routing]) -> Routing | None:
+    """The routing of the queries if each expert is a head, else None."""
+    # MAE's experts share all heads, and SwitchHead's are projections
+    if isinstance(module, (MixtureOfAttentiveExperts, SwitchHeadAttention)):
+        return None
+    return routings.get("queries")
+
+
+def _expert_of_slot(module: nn.Module, routing: Routing, places: Places) -> tuple[Tensor, int]:
+    """The expert in each slot of each token, [K, B, T], and E, the number of experts that are heads."""
+    head_ids = routing.expert_ids
+    num_experts = routing.num_experts
+    if isinstance(module, MixtureOfAttention):  # an expert is a group of heads
+        head_ids = module.head_index(routing)
+        num_experts *= module.heads_per_expert
+    # [B·T, K] → [B, T, K] → [K, B, T]
+    return head_ids.view(*places.tokens.shape, -1).permute(2, 0, 1).cpu(), num_experts
+
+
+def _scatter_to_experts(values: Tensor, expert_of_slot: Tensor, num_experts: int) -> Tensor:
+    """Sort values of slots by the expert in each slot.
+
+    Args:
+        values: the values, [K, B, T, ...].
+        expert_of_slot: the expert in each slot, [K, B, T].
+        num_experts: E, the number of experts.
+
+    Returns:
+        The values of the experts, [E, B, T, ...]; zero for tokens that did not choose the expert.
+    """
+    zeros = values.new_zeros(num_experts, *values.shape[1:])
+    # [K, B, T] → [K, B, T, 1 …]
+    index = expert_of_slot.view(*expert_of_slot.shape, *[1] * (values.dim() - 3))
+    return zeros.scatter(0, index.expand_as(values), values)
+
+
+def _copying_by_expert(copying: Copying, expert_of_slot: Tensor, num_experts: int) -> Tensor | None:
+    """The copying of the experts, [E, B, N − 1]; None if it was not measured for slots or experts."""
+    if len(copying.heads) == num_experts:  # MoH computes all heads
+        return torch.stack(copying.heads)
+    if len(copying.heads) == len(expert_of_slot):
+        return _scatter_to_experts(torch.stack(copying.heads), expert_of_slot, num_experts)
+    return None  # NAMOH attends in packed rows, which belong to no single expert
 
 
 def _gates_of_heads(
@@ -157,60 +220,25 @@ def _gates_of_heads(
         return gates
     for side, routing in routings.items():
         by_expert = gates_by_expert(routing).cpu()
+        # [H·E, B·T] → [H, E, B, T] → [H, E, T]
         gates[side] = by_expert.view(module.num_heads, -1, *places.tokens.shape)[:, :, 0]
     if module.shares_selection:
         gates["keys"] = gates["queries"]
     return gates
 
 
-def _by_expert(
-    module: nn.Module, routing: Routing, weights: Tensor, copying: Tensor | None, places: Places
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sort the weights and the copying of each slot by the expert in it, which is a head.
-
-    Args:
-        module: the attention.
-        routing: the routing of its B·T queries.
-        weights: the weights of the K slots, [K, B, T, S].
-        copying: the copying of the slots or experts, [K or E, B, N − 1], or None.
-        places: the positions of the scores.
-
-    Returns:
-        The weights of the experts, [E, B, T, S]; the tokens that chose each expert, [E, B, T] bool; the
-        copying of the experts, [E, B, N − 1], or None.
-    """
-    count, batch, length, _ = weights.shape
-    index = routing.expert_ids
-    experts = routing.num_experts
-    if isinstance(module, MixtureOfAttention):
-        index = module.head_index(routing)
-        experts *= module.heads_per_expert
-    # [N, slots] → [slots, B, T]
-    slots = index.view(batch, length, count).permute(2, 0, 1).cpu()
-    by_expert = weights.new_zeros(experts, *weights.shape[1:])
-    by_expert = by_expert.scatter(0, slots[..., None].expand_as(weights), weights)
-    chosen = torch.zeros(experts, batch, length, dtype=torch.bool).scatter(0, slots, True)
-    # NAMOH attends in packed rows, whose copying belongs to no single expert
-    if copying is not None and len(copying) not in (count, experts):
-        copying = None
-    # The copying of MoH is already sorted by head
-    if copying is not None and not isinstance(module, MixtureOfHeads):
-        zeros = copying.new_zeros(experts, *copying.shape[1:])
-        copying = zeros.scatter(0, slots[:, :, places.queries], copying)
-    return by_expert, chosen, copying
-
-
 def _value_scores(
-    name: str, head: int, values: Routing, attention: Tensor, effects: Copying, places: Places
+    name: str, head: int, routing: Routing, attention: Tensor, copying: Copying, places: Places
 ) -> list[HeadScore]:
     """The scores of a head's value experts, over the queries whose key has a value from that expert."""
     scores = []
-    size = values.num_experts // values.groups
-    for expert in range(size):
-        index = head * size + expert
-        is_chosen = (values.expert_ids == index).any(1).view_as(places.tokens)[:, places.keys]
-        effect = effects.value_experts[index] if effects.value_experts else None
-        scores.append(_head_score(name, "expert", expert + 1, attention, effect, is_chosen.cpu()))
+    experts_per_head = routing.num_experts // routing.groups
+    for expert in range(experts_per_head):
+        index = head * experts_per_head + expert
+        # [B·T] → [B, T] → [B, N − 1]
+        is_chosen = (routing.expert_ids == index).any(1).view_as(places.tokens)[:, places.keys]
+        shares = copying.value_experts[index] if copying.value_experts else None
+        scores.append(_head_score(name, "expert", expert + 1, attention, shares, is_chosen.cpu()))
     return scores
 
 
@@ -219,8 +247,8 @@ def _head_score(
 ) -> HeadScore:
     """The means over the queries that chose the head; attention, copying and chosen are [B, N − 1]."""
     prefix = _mean(attention[chosen])
-    effect = None if copying is None else _mean(copying[chosen])
-    return HeadScore(name, kind, number, prefix, effect, _mean(chosen))
+    mean_copying = None if copying is None else _mean(copying[chosen])
+    return HeadScore(name, kind, number, prefix, mean_copying, _mean(chosen))
 
 
 def _mean(values: Tensor) -> float:
