@@ -5,6 +5,7 @@ moa-fairseq complete RUN prompts.txt --sample 10 --seed 3      samples from the 
 """
 
 import argparse
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.inference import text_model
 from moa_fairseq.experiments.inference.text_model import (
+    TextModel,
     hypotheses,
     lines_of,
     open_output,
@@ -40,34 +42,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Complete line by line. Returns the exit status."""
     text_model.resolve_model(args)
-    for flag, value in (("--tokens", args.tokens), ("--sample", args.sample or 1)):
-        if value < 1:
-            raise UserError(f"{flag} {value} is less than 1.")
-    for flag, value in (("--temperature", args.temperature), ("--seed", args.seed)):
-        if value is not None and not args.sample:
-            raise UserError(f"{flag} has no effect without sampling. Add --sample N.")
-    temperature = 1.0 if args.temperature is None else args.temperature
-    if temperature <= 0:
-        raise UserError(f"--temperature {temperature} is not positive.")
+    _check_flags(args)
     torch.manual_seed(1 if args.seed is None else args.seed)
     model = text_model.load(args, LANGUAGE_MODELING)
     positions = model.models[0].max_positions()
     longest = positions - args.tokens
     if longest < 1:
         raise UserError(f"--tokens {args.tokens}: the model has positions for {positions} symbols.")
-    # max_len_b is one less than --tokens, because fairseq counts one symbol more than the text has. The limit
-    # is that of the longest line of a batch
-    settings = {"beam": 1, "max_len_a": 1, "max_len_b": args.tokens - 1, "temperature": temperature}
-    if args.sample:
-        settings.update(sampling=True, sampling_topk=min(args.sample, len(model.tgt_dict)))
+    settings = _generation_settings(args, model)
     left_out = 0
     with open_output(args) as stream, torch.no_grad():
         for batch in lines_of(args.file):
             for symbols, completions in hypotheses(model, batch, settings, longest):
-                left_out += symbols is not None and not completions
-                text = ""
-                if symbols is not None and completions:
-                    text = model.decode(completions[0]["tokens"][: len(symbols) - 1 + args.tokens])
+                if symbols is None:  # an empty line
+                    text = ""
+                elif not completions:
+                    text = ""
+                    left_out += 1
+                else:
+                    # The line without </s>. fairseq's limit is that of the longest line of the batch
+                    length = len(symbols) - 1 + args.tokens
+                    text = model.decode(completions[0]["tokens"][:length])
                 print(shown(text, stream), file=stream)
             stream.flush()
     return status_of(left_out)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for a number out of range, and for flags of --sample without it."""
+    for flag, value in (("--tokens", args.tokens), ("--sample", args.sample)):
+        if value is not None and value < 1:
+            raise UserError(f"{flag} {value} is less than 1.")
+    for flag, value in (("--temperature", args.temperature), ("--seed", args.seed)):
+        if value is not None and args.sample is None:
+            raise UserError(f"{flag} has no effect without sampling. Add --sample N.")
+    if args.temperature is not None and args.temperature <= 0:
+        raise UserError(f"--temperature {args.temperature} is not positive.")
+
+
+def _generation_settings(args: argparse.Namespace, model: TextModel) -> dict[str, Any]:
+    """The arguments of fairseq's `generate`."""
+    settings: dict[str, Any] = {
+        "beam": 1,
+        "max_len_a": 1,
+        "max_len_b": args.tokens - 1,  # fairseq counts one symbol more than the text has
+        "temperature": 1.0 if args.temperature is None else args.temperature,
+    }
+    if args.sample is not None:
+        settings.update(sampling=True, sampling_topk=min(args.sample, len(model.tgt_dict)))
+    return settings

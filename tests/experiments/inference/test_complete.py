@@ -28,6 +28,13 @@ def test_draws_begin_from_the_seed_zero_too(monkeypatch, flags, seed):
     assert seeds == [seed]
 
 
+@pytest.mark.parametrize("flag", ["--sample", "--tokens"])
+def test_no_symbols_are_refused(monkeypatch, capsys, flag):
+    monkeypatch.delattr(complete.text_model, "load")
+    assert main(["complete", "runs/x", flag, "0"]) == 2
+    assert f"{flag} 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("count, words", [(0, ""), (1, "1 line "), (2, "2 lines ")])
 def test_lines_that_are_left_out_are_counted_in_words(caplog, count, words):
     assert status_of(count) == int(count > 0)
@@ -44,7 +51,7 @@ def test_one_position_is_left_for_a_text(monkeypatch, positions, status):
 
     model = SimpleNamespace(models=[SimpleNamespace(max_positions=lambda: positions)])
     monkeypatch.setattr(complete.text_model, "load", lambda *_: model)
-    monkeypatch.setattr(complete, "answers", read)
+    monkeypatch.setattr(complete, "lines_of", read)
     if status:
         assert main(["complete", "runs/x", "--tokens", "6"]) == status
     else:
