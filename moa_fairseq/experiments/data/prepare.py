@@ -132,14 +132,6 @@ def content_digest(source: Path) -> str:
     return fingerprint_of({path.name: checksum(path) for path in _binarised_files(source)})
 
 
-def size_digest(source: Path) -> str:
-    """A digest of the file sizes alone, by which older versions identified a given binarised folder."""
-    sizes = {}
-    for path in _binarised_files(source):
-        sizes[path.name] = path.stat().st_size
-    return fingerprint_of("given", sizes)
-
-
 def _binarised_files(source: Path) -> list[Path]:
     """The files that a digest covers."""
     folder = source / INPUT if is_classification(source) else source

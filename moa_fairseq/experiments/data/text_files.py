@@ -18,7 +18,7 @@ from moa_fairseq.experiments.data.catalogue import SENTENCEPIECE, datasets
 from moa_fairseq.experiments.data.gpt2_files import ENCODER, VOCAB
 from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
-from moa_fairseq.experiments.data.prepare import content_digest, size_digest
+from moa_fairseq.experiments.data.prepare import content_digest
 from moa_fairseq.experiments.make import STATE, read_step_records
 from moa_fairseq.experiments.records.json_files import MAPPING, TEXT, check_kinds, write_json
 from moa_fairseq.files import checksum, refuse_irregular, refuse_link_out
@@ -278,7 +278,7 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
     if record and record.get("fingerprint") == fingerprint:
         return unlisted
     # A folder that was binarised elsewhere has no records: its fingerprint is a digest
-    is_same = not record and fingerprint in (content_digest(data), size_digest(data))
+    is_same = not record and fingerprint == content_digest(data)
     if not (named or is_same):
         remedy = (
             f"Restore it, or give data with the same dictionaries and merges, such as --data {data}"

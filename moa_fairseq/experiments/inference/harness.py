@@ -1,14 +1,11 @@
 """A causal language model of fairseq as a model of lm-evaluation-harness, with its run's segmentation."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from fairseq.data.data_utils import collate_tokens
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
@@ -17,6 +14,10 @@ from moa_fairseq.experiments.inference.text_codec import PieceCodec
 from moa_fairseq.experiments.inference.text_model import TextModel
 
 _LOGITS = 1 << 25  # the largest number of logits in memory at once
+_UNSUPPORTED = (
+    "A task of --tasks generates text or scores whole texts (output_type generate_until or "
+    "loglikelihood_rolling), but only tasks that compare given answers are supported. Leave it out."
+)
 
 
 class Read(NamedTuple):
@@ -31,39 +32,12 @@ class Read(NamedTuple):
     likeliest: Tensor
 
 
-@dataclasses.dataclass
-class GeneratedText:
-    """A text that greedy generation continues.
-
-    Args:
-        ids: its symbols; the first is `</s>`.
-        prompt: its beginning, in the model's segmentation.
-        until: the texts at which it ends.
-        longest: the largest number of symbols.
-        generated: what was added to the prompt.
-        has_ended: whether it has one of the texts in `until` or, for pieces, ended with `</s>`.
-    """
-
-    ids: list[int]
-    prompt: str
-    until: list[str]
-    longest: int
-    generated: str = ""
-    has_ended: bool = False
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it has the largest number of symbols."""
-        return len(self.ids) >= self.longest
-
-
 class HarnessModel(TemplateLM):
-    """The model that lm_eval calls: log-probabilities of continuations and texts, and greedy generation.
+    """The model that lm_eval calls: log-probabilities of continuations.
 
     Every text follows `</s>`, as in training and in fairseq-eval-lm. A model that carries a context
     (--carried-chunks) reads a text of any length from its beginning, in chunks of --tokens-per-sample
-    symbols. Any other model reads at most that many symbols: the end of a longer context, and the windows of
-    a longer text one after the other.
+    symbols. Any other model reads at most that many symbols: the end of a longer context.
 
     Args:
         model: the model, as `text_model.load` returns it.
@@ -108,16 +82,6 @@ class HarnessModel(TemplateLM):
             ]
         return ids
 
-    def tok_decode(self, ids: Sequence[int]) -> str:
-        """The raw text of symbols; `</s>` becomes a line feed."""
-        lines: list[list[str]] = [[]]
-        for each in ids:
-            if each == self.eot_token_id:
-                lines.append([])
-            else:
-                lines[-1].append(self.dictionary[each])
-        return "\n".join(self.text_model.codec.decode(" ".join(line)) for line in lines)
-
     def _loglikelihood_tokens(
         self,
         requests: list[tuple[tuple[str, str], list[int], list[int]]],
@@ -160,105 +124,36 @@ class HarnessModel(TemplateLM):
         return [answers[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Σ log p of every text, which follows `</s>`."""
-        windows: list[tuple[list[int], list[int]]] = []
-        owners = []
-        for owner, request in enumerate(requests):
-            ids = self.tok_encode(request.args[0])
-            longest = max(1, len(ids)) if self.carries_context else self.chunk
-            for pair in get_rolling_token_windows(ids, self.eot_token_id, longest, 1):
-                context, target = make_disjoint_window(pair)
-                windows.append(([*context, *target[:-1]], target))
-                owners.append(owner)
-        sums = [0.0] * len(requests)
-        remaining = [owners.count(owner) for owner in range(len(requests))]
-        for number, read in self._reads(windows, disable_tqdm):
-            owner = owners[number]
-            sums[owner] += read.log_probs.sum().item()
-            remaining[owner] -= 1
-            if not remaining[owner]:
-                self.cache_hook.add_partial(
-                    "loglikelihood_rolling", requests[owner].args, sums[owner]
-                )
-        return sums
+        """Raises UserError: only continuations are scored."""
+        raise UserError(_UNSUPPORTED)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Append the likeliest symbol to each text until it has one of the stop texts in `until`.
+        """Raises UserError: only continuations are scored."""
+        raise UserError(_UNSUPPORTED)
 
-        Each symbol takes one pass over the text so far. For pieces, which have no line ends, `</s>` also ends
-        the text.
-
-        Raises:
-            UserError: for a task that samples its text.
-        """
-        texts = [self._begin(*request.args) for request in requests]
-        bar = tqdm(total=len(requests), desc="Generating", disable=disable_tqdm or None)
-        for batch in self._batches([text.ids for text in texts]):
-            active = [texts[number] for number in batch if not texts[number].is_full]
-            while active:
-                active.sort(key=lambda text: -len(text.ids))
-                first = 0 if self.carries_context else -self.chunk
-                inputs = [text.ids[first:] for text in active]
-                reads = self._read(inputs, [[self.eot_token_id]] * len(active))
-                for text, read in zip(active, reads):
-                    self._append(text, int(read.likeliest))
-                active = [text for text in active if not (text.has_ended or text.is_full)]
-            for number in batch:
-                self.cache_hook.add_partial(
-                    "generate_until", requests[number].args, texts[number].generated
-                )
-            bar.update(len(batch))
-        bar.close()
-        return [text.generated for text in texts]
-
-    def _begin(self, prompt: str, gen_kwargs: dict[str, Any]) -> GeneratedText:
-        """The text of a request, before any symbol is generated."""
-        settings = normalize_gen_kwargs(gen_kwargs)
-        if settings["do_sample"]:
-            raise UserError(
-                "A task samples its text (do_sample), but only greedy generation is supported."
-            )
-        ids = [self.eot_token_id, *self.tok_encode(prompt)]
-        longest = len(ids) + settings["max_gen_toks"]
-        return GeneratedText(ids, self.tok_decode(ids[1:]), settings["until"], longest)
-
-    def _append(self, text: GeneratedText, symbol: int) -> None:
-        """Append a symbol to a text, and cut it at the first stop text."""
-        text.ids.append(symbol)
-        generated = self.tok_decode(text.ids[1:])[len(text.prompt) :]
-        ends = [generated.find(stop) for stop in text.until if stop and stop in generated]
-        text.generated = generated[: min(ends)] if ends else generated
-        is_end = not self.has_lines and symbol == self.eot_token_id
-        text.has_ended = bool(ends) or is_end
-
-    def text_facts(self, requests: Sequence[tuple[Any, ...]]) -> dict[str, int]:
+    def text_facts(self, requests: Sequence[tuple[str, str]]) -> dict[str, int]:
         """Counts of a task's symbols in the segmentation of the model.
 
         Args:
-            requests: the arguments of lm_eval's requests: (context, continuation), (text,), or (context,
-                settings).
+            requests: the arguments of lm_eval's requests: (context, continuation).
 
         Returns:
             "requests", their number; "symbols", the number of symbols in all texts; "unknown", the number of
-            `<unk>` among them; "unknown_targets", the number of requests whose scored text has an `<unk>`;
+            `<unk>` among them; "unknown_targets", the number of requests whose continuation has an `<unk>`;
             "cut", the number of requests whose context is too long for the model.
         """
         facts = dict.fromkeys(("requests", "symbols", "unknown", "unknown_targets", "cut"), 0)
         unknown = self.dictionary.unk()
-        for texts in requests:
-            continuation = texts[1] if len(texts) > 1 and isinstance(texts[1], str) else ""
-            if texts[0] and continuation:
-                context, target = self._encode_pair(texts[0], continuation)
+        for context_text, continuation in requests:
+            if context_text:
+                context, target = self._encode_pair(context_text, continuation)
             else:
-                context = self.tok_encode(texts[0])
-                target = self.tok_encode(continuation)
-            if len(texts) == 1:
-                context, target = target, context
+                context, target = [], self.tok_encode(continuation)
             facts["requests"] += 1
             facts["symbols"] += len(context) + len(target)
             facts["unknown"] += context.count(unknown) + target.count(unknown)
             facts["unknown_targets"] += unknown in target
-            too_long = len(context) + len(target) > self.chunk and len(texts) > 1
+            too_long = len(context) + len(target) > self.chunk
             facts["cut"] += too_long and not self.carries_context
         return facts
 

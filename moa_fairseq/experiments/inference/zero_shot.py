@@ -191,7 +191,7 @@ def _task_results(name: str, results: Values, harness: Any) -> Values:
     if name not in results["samples"]:
         task["tasks"] = results["group_subtasks"].get(name, [])
         return task
-    requests: list[tuple[Any, ...]] = []
+    requests: list[tuple[str, str]] = []
     for sample in {sample["doc_id"]: sample for sample in results["samples"][name]}.values():
         requests += map(tuple, sample["arguments"])
     sizes = results["n-samples"][name]

@@ -10,6 +10,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.recipes.batch import BatchPlan, measured_size, planned_updates
 from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe
+from moa_fairseq.experiments.scoring.chains import tokenizer_for
 
 # Flags that name files to read, by section. Those of "train" are read only at the first start of a training.
 _FILES = {
@@ -124,7 +125,8 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
         data: the binarised folder.
 
     Raises:
-        UserError: for such a training; the message names the key to change.
+        UserError: for such a training, with the key to change, and if sacreBLEU cannot load the tokeniser of
+            the target language.
     """
     size = None
     if recipe.kind == TRANSLATION:  # for other types the updates per epoch are only estimated
@@ -135,6 +137,8 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
     per_epoch = size.updates_per_epoch(batch) if size else None
     for key, problem in missing_checkpoints(recipe, updates, per_epoch):
         raise UserError(f"{key}: {problem}")
+    if recipe.kind == TRANSLATION and recipe.score:
+        tokenizer_for(recipe.data.target or "", recipe.score.flags.get("sacrebleu-tokenizer"))
     if recipe.score and recipe.score.headline == "masked_lm_word_ppl":
         counted = read_manifest(data).get("splits") or {}
         missing = [name for name in recipe.score.subsets if name not in counted]

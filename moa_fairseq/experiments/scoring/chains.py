@@ -3,11 +3,9 @@
 import functools
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sacrebleu.metrics import BLEU
-from sacrebleu.utils import SACREBLEU_DIR
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring.text_marks import RUNNING, TOKENISED
@@ -77,10 +75,6 @@ DEFAULT_CHAINS = ("multi-bleu", "compound-split", SACREBLEU)
 # Name of a chain → name of its score in JSON
 KEYS = {name: chain.key for name, chain in CHAINS.items()} | {SACREBLEU: SACREBLEU}
 TOKENIZERS = tuple(name for name in BLEU.TOKENIZERS if name != "spm")  # an old name of flores101
-# Tokeniser → the extra of sacreBLEU that installs it
-_EXTRAS = {"ja-mecab": "ja", "ko-mecab": "ko"}
-# Where sacreBLEU keeps the model of its tokeniser for 200 languages once it has been downloaded
-_FLORES200 = Path(SACREBLEU_DIR, "models", "flores200sacrebleuspm")
 
 
 class Texts(NamedTuple):
@@ -112,8 +106,7 @@ def score(chain: str, texts: Texts, lowercase: bool = False) -> dict[str, Any]:
         lowercase: whether the texts are lower-cased; sacreBLEU ignores this.
 
     Returns:
-        The keys of `multi_bleu`, and `chain`, the steps in words; for sacreBLEU also its signature, and a
-        warning if the tokeniser for the language cannot be loaded.
+        The keys of `multi_bleu`, and `chain`, the steps in words; for sacreBLEU also its signature.
 
     Raises:
         UserError: in the cases of `multi_bleu` and `running_text`.
@@ -124,8 +117,6 @@ def score(chain: str, texts: Texts, lowercase: bool = False) -> dict[str, Any]:
         result = metric.corpus_score(text.hypotheses, text.references)
         signature = str(metric.get_signature())
         scores = _plain(result) | {"signature": signature, "line": str(result), "chain": text.chain}
-        if text.warning:
-            scores["warning"] = text.warning
         return scores
     steps = CHAINS[chain]
     hypotheses = list(map(steps.hypothesis, texts.hypotheses))
@@ -196,59 +187,28 @@ def _plain(result: Any) -> dict[str, object]:
 
 
 @functools.cache
-def _usable(tokenizer: str) -> bool:
-    """Whether sacreBLEU has the package and the model that the tokeniser needs, or can download them."""
-    try:
-        BLEU(tokenize=tokenizer)
-    except (Exception, SystemExit):  # a missing package, model or network can raise anything
-        return False
-    return True
-
-
-def tokenizer_for(lang: str, requested: str | None = None) -> tuple[str, str]:
-    """The tokeniser that sacreBLEU has for a language, and a warning if another one has to replace it.
-
-    If sacreBLEU has no tokeniser for a language without spaces, or cannot load it, the tokeniser is flores200
-    if its model is on this machine, else char.
+def tokenizer_for(lang: str, requested: str | None = None) -> str:
+    """The tokeniser that sacreBLEU has for a language; char for other languages without spaces.
 
     Args:
         lang: the code of the language.
         requested: one of TOKENIZERS, which is used for any language.
 
-    Returns:
-        The name of the tokeniser, and the warning or "".
-
     Raises:
-        UserError: if the requested tokeniser cannot be loaded.
+        UserError: if sacreBLEU cannot load the tokeniser.
     """
-    if requested:
-        if not _usable(requested):
-            problem = f"sacreBLEU cannot load it here ({_remedy(requested)})"
-            raise UserError(f"--sacrebleu-tokenizer {requested}: {problem}.")
-        return requested, ""
     lang = language_of(lang)
-    name = BLEU._TOKENIZER_MAP.get(lang)
-    if name is None and not writes_no_spaces(lang):
-        return BLEU.TOKENIZER_DEFAULT, ""
-    if name is not None and _usable(name):
-        return name, ""
-    has_flores200 = _FLORES200.is_file() and _usable("flores200")
-    alternative = "flores200" if has_flores200 else "char"
-    if name is None:
-        return alternative, ""
-    problem = (
-        f"sacreBLEU's tokeniser for {lang} is {name}, which is not installed ({_remedy(name)})"
-    )
-    consequence = f"{alternative} was taken instead, which is not comparable with it"
-    return alternative, f"{problem}: {consequence}"
-
-
-def _remedy(tokenizer: str) -> str:
-    """How to install what a tokeniser of sacreBLEU needs."""
-    extra = _EXTRAS.get(tokenizer)
-    if extra:
-        return f"pip install 'sacrebleu[{extra}]'"
-    return "see https://github.com/mjpost/sacrebleu"
+    default = "char" if writes_no_spaces(lang) else BLEU.TOKENIZER_DEFAULT
+    name = requested or BLEU._TOKENIZER_MAP.get(lang, default)
+    try:
+        BLEU(tokenize=name)
+    except (Exception, SystemExit) as error:  # a missing package, model or network
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"sacreBLEU cannot load its tokeniser {name}: {reason}. Install what it needs, or name another "
+            "one (--sacrebleu-tokenizer; in a recipe score.flags.sacrebleu-tokenizer)."
+        ) from error
+    return name
 
 
 class RunningText(NamedTuple):
@@ -285,9 +245,9 @@ def running_text(texts: Texts) -> RunningText:
         texts: the hypotheses and references.
 
     Raises:
-        UserError: for a named tokeniser that cannot be loaded.
+        UserError: for a tokeniser that cannot be loaded.
     """
-    tokenizer, warning = tokenizer_for(texts.lang, texts.tokenizer)
+    tokenizer = tokenizer_for(texts.lang, texts.tokenizer)
     hypotheses = texts.hypotheses
     references = texts.raw_references or texts.references
     has_running_references = texts.detokenized or texts.raw_references is not None
@@ -306,7 +266,7 @@ def running_text(texts: Texts) -> RunningText:
         references_form = detokenizer
     forms = f"hypotheses/references: {hypotheses_form}/{references_form}"
     chain = f"sacreBLEU {tokenizer}, {_case(lowercase)}; {forms}"
-    return RunningText(hypotheses, references, tokenizer, lowercase, chain, warning)
+    return RunningText(hypotheses, references, tokenizer, lowercase, chain)
 
 
 def _is_lower_cased(hypotheses: list[str], references: list[list[str]], lang: str) -> bool:

@@ -195,17 +195,15 @@ def lines_of(data: bytes, path: str | Path) -> list[str]:
     Raises:
         UserError: for a line that is not UTF-8, with its number.
     """
-    rows = data.split(b"\n")
-    if rows[-1] == b"":
-        rows.pop()
-    lines = []
-    for number, row in enumerate(rows, 1):
-        try:
-            lines.append(row.decode())
-        except UnicodeDecodeError as error:
-            remedy = "Unpack the archive, mend the file, and pack it again."
-            if Path(path).is_file():
-                remedy = encoding_remedy(Path(path))
-            problem = f"{path}, line {number}: byte 0x{row[error.start]:02x} is not UTF-8"
-            raise UserError(f"{problem}. {remedy}") from error
+    try:
+        lines = data.decode().split("\n")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        remedy = "Unpack the archive, mend the file, and pack it again."
+        if Path(path).is_file():
+            remedy = encoding_remedy(Path(path))
+        problem = f"{path}, line {number}: byte 0x{data[error.start]:02x} is not UTF-8"
+        raise UserError(f"{problem}. {remedy}") from error
+    if lines[-1] == "":
+        lines.pop()
     return lines

@@ -1,7 +1,7 @@
 """`moa-fairseq score` through its command line: keys, chains, subwords, what it doubts, bad input."""
 
 import json
-from pathlib import Path
+import sys
 
 import pytest
 import sacrebleu
@@ -229,49 +229,32 @@ def test_bad_input_ends_with_status_2(tmp_path, capsys):
 
 JAPANESE = ["今日は天気がいいです。", "私は学生です。", "東京に行きました。"]
 JAPANESE_OUTPUT = ["今日は天気がいいです。", "私は先生です。", "東京に行った。"]
-SPACELESS = ("zh", "ja", "ko", "th", "km", "my", "lo", "yue")
 
 
 @pytest.mark.parametrize(
-    ("lang", "tokenizer", "extra"),
+    ("lang", "tokenizer"),
     [
-        *((lang, "13a", "") for lang in ("de", "fr", "en_US", "vi", "")),
-        *((lang, "zh", "") for lang in ("zh", "zh_CN", "zh-Hans", "zho_Hans", "cmn")),
-        *((lang, "char", "sacrebleu[ja]") for lang in ("ja", "jpn_Jpan")),
-        *((lang, "char", "sacrebleu[ko]") for lang in ("ko", "ko_KR")),
-        *((lang, "char", "") for lang in ("th", "km", "my", "lo", "yue", "tha_Thai")),
+        *((lang, "13a") for lang in ("de", "fr", "en_US", "vi", "")),
+        *((lang, "zh") for lang in ("zh", "zh_CN", "zh-Hans", "zho_Hans", "cmn")),
+        *((lang, "char") for lang in ("th", "km", "my", "lo", "yue", "tha_Thai")),
     ],
 )
-def test_the_tokeniser_is_that_of_the_language(monkeypatch, lang, tokenizer, extra):
-    """On a machine without the packages for Japanese and Korean, and without the model of flores200."""
-    monkeypatch.setattr(chains, "_FLORES200", Path("/nowhere"))
-    monkeypatch.setattr(chains, "_usable", lambda name: not name.endswith("mecab"))
-    found, warning = chains.tokenizer_for(lang)
-    assert found == tokenizer and (extra in warning if extra else not warning)
+def test_the_tokeniser_is_that_of_the_language(lang, tokenizer):
+    assert chains.tokenizer_for(lang) == tokenizer
+    assert chains.tokenizer_for(lang, "intl") == "intl"
 
 
-def test_what_is_installed_is_taken(monkeypatch):
-    monkeypatch.setattr(chains, "_FLORES200", Path(__file__))
-    monkeypatch.setattr(chains, "_usable", lambda name: True)
-    rule = {lang: chains.tokenizer_for(lang) for lang in (*SPACELESS, "de")}
-    assert (
-        rule["ja"] == ("ja-mecab", "")
-        and rule["ko"] == ("ko-mecab", "")
-        and rule["de"] == ("13a", "")
-    )
-    assert all(rule[lang] == ("flores200", "") for lang in ("th", "km", "my", "lo", "yue"))
-    monkeypatch.setattr(chains, "_usable", lambda name: name != "ja-mecab")
-    assert chains.tokenizer_for("ja")[0] == "flores200" and chains.tokenizer_for("ja")[1]
-    assert chains.tokenizer_for("de", "char") == ("char", "")
-    with pytest.raises(UserError, match=r"--sacrebleu-tokenizer ja-mecab.*sacrebleu\[ja\]"):
-        chains.tokenizer_for("de", "ja-mecab")
+@pytest.mark.parametrize("lang", ["ja", "jpn_Jpan"])
+def test_a_tokeniser_without_its_package_is_refused(monkeypatch, lang):
+    monkeypatch.setitem(sys.modules, "MeCab", None)
+    chains.tokenizer_for.cache_clear()
+    with pytest.raises(UserError, match=r"ja-mecab.*sacrebleu\[ja\].*--sacrebleu-tokenizer"):
+        chains.tokenizer_for(lang)
+    chains.tokenizer_for.cache_clear()
 
 
-@pytest.mark.thorough(keep="[ja]")
-@pytest.mark.parametrize("lang", SPACELESS)
-def test_text_without_spaces_is_scored_by_its_characters(tmp_path, capsys, monkeypatch, lang):
-    monkeypatch.setattr(chains, "_FLORES200", Path("/nowhere"))
-    monkeypatch.setattr(chains, "_usable", lambda name: not name.endswith("mecab"))
+@pytest.mark.parametrize("lang", ["zh", "th"])
+def test_text_without_spaces_is_scored_by_its_characters(tmp_path, capsys, lang):
     names = [
         write_text(tmp_path / side, text)
         for side, text in (("h", JAPANESE_OUTPUT), ("r", JAPANESE))
