@@ -28,18 +28,6 @@ class _Blocks(NamedTuple):
     row_of_slot: Tensor
 
 
-def _first_rows(widths: Tensor, batch: int) -> Tensor:
-    """The first row of each sequence in each head's block, [H·B]: head · B + sequence → row.
-
-    Args:
-        widths: M of each head, [H].
-        batch: B.
-    """
-    block_start = batch * (widths.cumsum(0) - widths)  # [H], in the example [0, 4]
-    sequences = torch.arange(batch, device=widths.device)
-    return (block_start.unsqueeze(1) + sequences * widths.unsqueeze(1)).view(-1)  # [0, 2, 4, 5]
-
-
 def _blocks_of_heads(order: ExpertPermutation, batch: int, heads: int) -> _Blocks:
     """Give each slot a row in its head's block; comments have the values of `_Blocks`'s example."""
     slot = order.order  # [N·K], sorted by head and then by token: [0, 2, 3, 1]
@@ -47,10 +35,14 @@ def _blocks_of_heads(order: ExpertPermutation, batch: int, heads: int) -> _Block
     head_and_sequence = order.expert.index_select(0, slot) * batch + sequence  # [0, 1, 1, 2]
     counts = torch.bincount(head_and_sequence, minlength=heads * batch)  # [H·B]: [1, 2, 1, 0]
     widths = counts.view(heads, batch).amax(1)
+    # The first row of each sequence in each head's block, [H·B]: [0, 2, 4, 5]
+    block_start = batch * (widths.cumsum(0) - widths)  # [H]: [0, 4]
+    sequences = torch.arange(batch, device=widths.device)
+    first_row = (block_start.unsqueeze(1) + sequences * widths.unsqueeze(1)).view(-1)
     # A slot's row: the first row of its head and sequence, and the number of slots before it there
     slots_before = counts.cumsum(0) - counts  # [H·B]: [0, 1, 3, 4]
     rank = torch.arange(slot.numel(), device=slot.device)
-    row = (_first_rows(widths, batch) - slots_before).index_select(0, head_and_sequence) + rank
+    row = (first_row - slots_before).index_select(0, head_and_sequence) + rank
     row_of_slot = torch.empty_like(row).index_copy_(0, slot, row)  # row, as slot, is sorted by head
     width_list = widths.tolist()  # the only line that waits for a GPU
     slot_of_row = slot.new_zeros(batch * sum(width_list)).index_copy_(0, row, slot)

@@ -12,7 +12,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -221,7 +220,10 @@ def draw_learning_curves(
         if from_zero:
             panel.set_xlim(left=0)
         if metric == "ppl":
-            _set_logarithmic(panel)
+            panel.set_yscale("log")  # with round numbers: 10, 15, 20, 30, 40, 50, 70, 100
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+            panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+            panel.yaxis.set_minor_locator(NullLocator())
     handles, labels = panels[0].get_legend_handles_labels()
     # Names of up to 32 letters fit into half the width of the picture
     columns = 2 if max(map(len, labels)) <= 32 else 1
@@ -242,11 +244,3 @@ def _unit_of_time(curves: Sequence[LearningCurve]) -> tuple[str, int]:
     if longest < 60:  # the clock's whole seconds are too coarse
         return "", 0
     return ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
-
-
-def _set_logarithmic(panel: Axes) -> None:
-    """Make the axis logarithmic, with round numbers: 10, 15, 20, 30, 40, 50, 70, 100."""
-    panel.set_yscale("log")
-    panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    panel.yaxis.set_minor_locator(NullLocator())

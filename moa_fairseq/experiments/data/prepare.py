@@ -129,14 +129,12 @@ _KINDS: dict[str, Callable[[PreparationJob], list[Step]]] = {
 
 def content_digest(source: Path) -> str:
     """A digest of a binarised folder's content, which is the same for equal data in any folder."""
-    return fingerprint_of({path.name: checksum(path) for path in _binarised_files(source)})
-
-
-def _binarised_files(source: Path) -> list[Path]:
-    """The files that a digest covers."""
     folder = source / INPUT if is_classification(source) else source
-    files = sorted(folder.glob("*.*"))
-    return [path for path in files if path.suffix in (".bin", ".idx", ".txt") and path.is_file()]
+    digests = {}
+    for path in folder.glob("*.*"):
+        if path.suffix in (".bin", ".idx", ".txt") and path.is_file():
+            digests[path.name] = checksum(path)
+    return fingerprint_of(digests)
 
 
 # Keys of a data section that older versions did not have, with the values that give the older versions' data.

@@ -201,7 +201,8 @@ class Routers:
                     gates = gates[real]
                 order = gates.argsort(dim=-1, descending=True, stable=True)
                 route["e"] = chosen.gather(1, order).flatten().tolist()
-                route["g"] = _thousandths(gates.gather(1, order))
+                thousandths = 1000 * gates.gather(1, order).float()
+                route["g"] = thousandths.round().long().flatten().tolist()
             if router.to is not None and budget.spent < budget.keys:
                 weights = recorded.weights[router.module]
                 maps = self._maps(router, weights[:, row], routing)[:, real]
@@ -246,7 +247,3 @@ def _strongest(maps: Tensor, order: Tensor | None, carried: int) -> list[int]:
 def _row(values: Tensor, row: int, size: int) -> Tensor:
     """The values of one sentence, [T, K], from those of a batch, [B·T, K]."""
     return values.detach().cpu().view(size, -1, values.size(1))[row]
-
-
-def _thousandths(values: Tensor) -> list[int]:
-    return (1000 * values.float()).round().long().flatten().tolist()

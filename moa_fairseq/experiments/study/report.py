@@ -129,7 +129,9 @@ def _systems(
         row["speed"] = _speed(rows, next(iter(study.systems)), all_rows)
         row["by_seed"] = losses[name]
         if study.levels:
-            row.update(curve=_mean_curve(rows), dropout=_dropout(runs_of_system[0]))
+            model_flags = runs_of_system[0].load().model.as_flags()
+            row["curve"] = _mean_curve(rows)
+            row["dropout"] = {key: rate for key, rate in model_flags.items() if "dropout" in key}
         systems.append(row)
     return systems
 
@@ -204,11 +206,6 @@ def _mean_curve(records: list[Content]) -> list[list[float]]:
         return []
     common = sorted(set(curves[0]).intersection(*curves))
     return [np.mean([curve[updates] for curve in curves], axis=0).tolist() for updates in common]
-
-
-def _dropout(run: Run) -> dict[str, Any]:
-    """The dropout rates of a run's model."""
-    return {key: value for key, value in run.load().model.as_flags().items() if "dropout" in key}
 
 
 def _contrasts(study: Study, losses: dict[str, Losses]) -> list[Row]:

@@ -222,10 +222,6 @@ class Way(NamedTuple):
     keeps_less: Callable[[Product], Tensor] | None = None
 
 
-def _always(product: Product) -> str:
-    return ""
-
-
 def _no_function(product: Product) -> str:
     """Why our autograd functions do not support a product: torch.func cannot differentiate them."""
     if not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
@@ -267,26 +263,18 @@ def _by_triton(product: Product) -> Tensor:
     return out
 
 
-def _by_placed_rows(product: Product) -> Tensor:
-    return grouped.run(product, placed_rows.PlacedRows)
-
-
 def _by_one_product(product: Product, uses_triton: bool = False) -> Tensor:
     if product.is_up:
         return dense.up(product.rows, product.weight, product.bias)
     return dense.down(product.rows, product.weight, product.gates, uses_triton)
 
 
-def _by_one_product_and_triton(product: Product) -> Tensor:
-    return _by_one_product(product, not _no_triton(product))
-
-
-def _by_one_product_and_checked_triton(product: Product) -> Tensor:
-    return _by_one_product(product, not _not_checked(product))
-
-
-_EVERY = Way(_always, every_expert.run)
-_FEW = Way(every_expert.unsupported_reason, every_expert.run, keeps_less=_by_placed_rows)
+_EVERY = Way(lambda product: "", every_expert.run)
+_FEW = Way(
+    every_expert.unsupported_reason,
+    every_expert.run,
+    keeps_less=lambda product: grouped.run(product, placed_rows.PlacedRows),
+)
 _SORTED = Way(_no_grouped_mm, lambda product: grouped.run(product, sorted_rows.SortedRows))
 _LOOP = Way(_no_loop, lambda product: grouped.run(product, expert_loop.ExpertLoop))
 _GROUPED = (_FEW, _SORTED, _LOOP, _EVERY)
@@ -301,6 +289,12 @@ _WAYS = {
 _IN_ORDER = {
     "reference": (_EVERY,),
     "grouped": (Way(_no_function, _by_one_product), _EVERY),
-    "auto": (Way(_no_function, _by_one_product_and_checked_triton), _EVERY),
-    "triton": (Way(_no_function, _by_one_product_and_triton), _EVERY),
+    "auto": (
+        Way(_no_function, lambda product: _by_one_product(product, not _not_checked(product))),
+        _EVERY,
+    ),
+    "triton": (
+        Way(_no_function, lambda product: _by_one_product(product, not _no_triton(product))),
+        _EVERY,
+    ),
 }

@@ -84,7 +84,10 @@ def read(file: Path | None = None) -> tuple[CheckResult, str]:
     try:
         record: dict[str, Any] = json.loads(file.read_text("utf-8"))
         is_this_machine = all(record[key] == value for key, value in machine().items())
-        outcome = _outcome_of(record)
+        groups = dict(record["groups"])
+        sum(groups.values())  # raises TypeError unless all counts are numbers
+        outcome = CheckResult(groups, dict(record["failed"]), list(record["dtypes"]))
+        outcome.refused = list(record.get("refused", []))
         since = f"on {holder} on {record['date']}"
     except FileNotFoundError:
         return CheckResult(), (
@@ -96,15 +99,6 @@ def read(file: Path | None = None) -> tuple[CheckResult, str]:
     if not is_this_machine:
         return CheckResult(), f"{file} is about something else; {COMMAND} writes it anew"
     return outcome, since
-
-
-def _outcome_of(record: dict[str, Any]) -> CheckResult:
-    """The outcome in a record. Raises KeyError, TypeError or ValueError for a broken record."""
-    groups = dict(record["groups"])
-    outcome = CheckResult(groups, dict(record["failed"]), list(record["dtypes"]))
-    outcome.refused = list(record.get("refused", []))
-    sum(groups.values())  # raises TypeError unless all counts are numbers
-    return outcome
 
 
 def shipped_path() -> Path:
