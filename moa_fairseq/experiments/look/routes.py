@@ -93,12 +93,8 @@ class Router:
     routing: Routing | None = None
     slots: str = "dense"
 
-    def as_json(self, model: nn.Module) -> dict[str, Any]:
-        """The router's properties on the page, without its load.
-
-        Args:
-            model: the model that the router is part of.
-        """
+    def as_json(self) -> dict[str, Any]:
+        """The router's properties on the page, without its load."""
         routing = self.routing
         layer = next((int(part) for part in self.name.split(".") if part.isdigit()), 0) + 1
         kind = kind_of(self.name)

@@ -174,7 +174,7 @@ def _examine_model(
     if not sentences:
         raise UserError(f"{args.input or sources.subset} has no sentence that the model can read.")
     facts["notes"] += _cuts(budget, budget.count if args.input else args.sentences)
-    facts["routers"] = [router.as_json(network) for router in routers.all]
+    facts["routers"] = [router.as_json() for router in routers.all]
     if any(router["experts"] for router in facts["routers"]):
         if "valid" in subsets:
             add_loads(facts["routers"], model, data, args.cpu)
