@@ -219,7 +219,6 @@ class RunningText(NamedTuple):
         tokenizer: the tokeniser of sacreBLEU.
         lowercase: whether both sides are lower-cased.
         chain: the processing of the texts in words.
-        warning: "", or that the tokeniser for the language cannot be loaded.
     """
 
     hypotheses: list[str]
@@ -227,7 +226,6 @@ class RunningText(NamedTuple):
     tokenizer: str
     lowercase: bool
     chain: str
-    warning: str = ""
 
     def bleu(self) -> BLEU:
         """The metric for these texts."""

@@ -15,8 +15,8 @@ BLEU is printed by three chains; --chain prints only the named ones, --also prin
   compound-split  the same after splitting hyphens, as fairseq's compound_split_bleu.sh does: INFLATED, by
                   0.7 to 1 BLEU for German. A hyphen that is already ` @-@ ` is split once more
   sacrebleu       detokenised, cased, with its signature: the number to publish. The tokeniser is sacreBLEU's
-                  for the language; for others without spaces flores200 where its model is at hand, else
-                  char. Lower-cased tokens are scored as they are (case:lc, tok:none)
+                  for the language, and char for others without spaces. Lower-cased tokens are scored as
+                  they are (case:lc, tok:none)
   get-ende-bleu   tensor2tensor's script: hyphens are split, and the hypotheses, which should be running
                   text, are tokenised for German
   moa-release     the script of MoA's release, which splits ` @-@ ` a second time: about 0.9 BLEU more for
@@ -294,7 +294,6 @@ def _chain_warnings(output: Output, scores: dict[str, dict[str, Any]]) -> list[s
             f"{', '.join(word_chains)}: spaces do not part the words of the references, so n-grams of words "
             "say nothing: use sacrebleu with the target's --target-lang, or --sacrebleu-tokenizer char"
         )
-    warnings += [values["warning"] for values in scores.values() if "warning" in values]
     if "compound-split" in scores and any(" @-@ " in line for line in texts.hypotheses):
         warnings.append(
             "compound-split: the text was tokenised with hyphens split (@-@); fairseq's script splits them "
@@ -322,7 +321,6 @@ def _compare(ours: list[Output], theirs: list[Output], as_json: bool) -> int:
         _warn(output.warnings)
     first = [running_text(output.texts) for output in ours]
     second = [running_text(output.texts) for output in theirs]
-    _warn(dict.fromkeys(text.warning for text in (*first, *second) if text.warning))
     content = compare_systems(first, second)
     if as_json:
         print(json.dumps(content, indent=2))

@@ -554,21 +554,19 @@ def test_a_training_without_its_optimizer_does_not_go_on(go):
     go(flag, "train.max_epoch=4", restart=True)
 
 
-def test_a_run_of_an_earlier_version_is_known(go, tmp_path):
-    """Which counted more flags among what a training is."""
+def test_a_training_that_counts_other_flags_is_refused_and_the_remedy_works(go, tmp_path):
+    """As versions before 0.1.0 did."""
     flags = ["train.flags.save-interval-updates=7", "train.flags.patience=3"]
     go(*flags)
     path = tmp_path / "runs" / "small" / "state.json"
     state = json_of(path)
-    state["train"]["inputs"]["train"]["flags"].update(
-        {"save-interval-updates": 7, "patience": 3}
-    )
-    del state["train"]["goal"]["patience"], state["train"]["facts"]["save-interval-updates"]
+    state["train"]["inputs"]["train"]["flags"]["patience"] = 3
     path.write_text(json.dumps(state))
     FakeExecutor.programs()
-    go(*flags)
+    with pytest.raises(UserError, match=r"patience.*--restart"):
+        go(*flags)
     assert FakeExecutor.programs() == []
-    go(*flags, "train.flags.patience=4")  # which may go further
+    go(*flags, restart=True)
     assert FakeExecutor.programs() == ALL
 
 
