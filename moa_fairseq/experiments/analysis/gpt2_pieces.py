@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
+from fairseq.data.encoders.gpt2_bpe_utils import Encoder
 
-from moa_fairseq.experiments.data.gpt2_files import bpe_files, obtain_gpt2_files
+from moa_fairseq.experiments.data.gpt2_files import bpe_files, encoder_of
 
 _SPACE = "\u0120"  # how the encoding writes the space before a word
 
@@ -83,8 +83,8 @@ def gpt2_pieces(task: Any, data: Path) -> Gpt2Pieces | None:
     for symbol in dictionary.symbols[dictionary.nspecial :]:
         if symbol != "<mask>" and not symbol.startswith("madeupword"):  # fairseq's fillers
             ids.append(symbol)
-    at_hand = bpe_files(data)
-    if not ids or not all(map(str.isdigit, ids)) or not (at_hand or hasattr(task, "mask_idx")):
+    has_files = bpe_files(data) is not None
+    if not ids or not all(map(str.isdigit, ids)) or not (has_files or hasattr(task, "mask_idx")):
         return None
     cut_samples = str(getattr(task.cfg, "sample_break_mode", "eos")) == "none"
-    return Gpt2Pieces(get_encoder(*map(str, at_hand or obtain_gpt2_files([data])[:2])), cut_samples)
+    return Gpt2Pieces(encoder_of(data), cut_samples)

@@ -203,6 +203,18 @@ def _encode(lines: list[str], encoder: str, vocab: str) -> tuple[list[str], dict
     return encoded, counts
 
 
+def encoder_of(folder: Path) -> Any:
+    """fairseq's encoder of GPT-2's byte-pair encoding, by a binarised folder's files or the verified ones.
+
+    Args:
+        folder: the binarised folder.
+
+    Raises:
+        UserError: see `obtain_gpt2_files`.
+    """
+    return _load_encoder(*map(str, bpe_files(folder) or obtain_gpt2_files([folder])[:2]))
+
+
 @functools.lru_cache(maxsize=1)
 def _load_encoder(encoder: str, vocab: str) -> Any:
     # Imported late: a command that encodes nothing should not wait for it.

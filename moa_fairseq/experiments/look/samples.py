@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 from torch import Tensor
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data.gpt2_files import bpe_files, obtain_gpt2_files
+from moa_fairseq.experiments.data.gpt2_files import encoder_of
 from moa_fairseq.experiments.inference.text_model import BATCH, TextModel, hypotheses, lines_of
 from moa_fairseq.experiments.scoring.fill_mask import symbols_of
 from moa_fairseq.experiments.scoring.trained_model import batches, load_subset
@@ -149,8 +148,7 @@ def _causal_lines(model: TextModel, file: Path) -> Iterator[Sample]:
 
 def _masked_lines(model: TextModel, file: Path, data: Path) -> Iterator[Sample]:
     """Lines without masks: at each position, the target is the symbol that the model reads."""
-    files = bpe_files(data) or obtain_gpt2_files([data])[:2]
-    encoder = get_encoder(*map(str, files))
+    encoder = encoder_of(data)
 
     def encode(line: str) -> Tensor:
         return symbols_of([line], encoder, model.src_dict)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fairseq.data import Dictionary
-from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
+from fairseq.data.encoders.gpt2_bpe_utils import Encoder
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError, printable
-from moa_fairseq.experiments.data.gpt2_files import bpe_files, obtain_gpt2_files
+from moa_fairseq.experiments.data.gpt2_files import encoder_of
 from moa_fairseq.experiments.data.text_files import kept_text, same_text, warn_of
 from moa_fairseq.experiments.scoring.trained_model import load_masked_lm
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     data = saved or Path(task.cfg.data).resolve()
     if not saved:
         warn_of(same_text(args.checkpoint, data, args.data is not None), args.checkpoint, data)
-    encoder = get_encoder(*map(str, bpe_files(data) or obtain_gpt2_files([data])[:2]))
+    encoder = encoder_of(data)
     before, after = map(str.rstrip, args.text.split("<mask>"))
     symbols = symbols_of([before, after], encoder, task.source_dictionary)
     if len(symbols) > (limit := model.max_positions()):
