@@ -219,10 +219,16 @@ def test_a_new_writer_is_noticed(tmp_path):
         assert set(names_in(tmp_path / "x.py")) & MAKING, line
 
 
-def test_a_hook_of_git_does_not_name_another_repository(copy, monkeypatch, tmp_path_factory):
-    """git gives its hooks $GIT_DIR."""
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("GIT_DIR", ".git"), ("GIT_INDEX_FILE", ".git/index"), ("GIT_WORK_TREE", "")],
+)
+def test_a_hook_of_git_does_not_name_another_repository(
+    copy, monkeypatch, tmp_path_factory, variable, value
+):
+    """git gives its hooks variables of the repository in which it runs."""
     head = committed(copy)
     other = tmp_path_factory.mktemp("other")
     git(other, "init", "-q")
-    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv(variable, str(other / value))
     assert provenance.commit() == head

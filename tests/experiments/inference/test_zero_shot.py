@@ -346,6 +346,9 @@ def test_the_command_writes_scores_where_compare_reads_them(
         torch.save({**torch.load(path, weights_only=False), "trained": "again"}, path)
     again = []
     monkeypatch.setattr(HarnessModel, "_output", lambda *args: again.append(0) or output(*args))
+    assert main([*command, "--max-tokens", "12", "--segmented"]) == 0
+    assert answers.exists(), "other text has answers of its own"
+    again.clear()
     assert main([*command, "--max-tokens", "12"]) == 0
     assert len(again) == 5 - 1 and not list((tmp_path / "cache").rglob("*.db"))
     again.clear()

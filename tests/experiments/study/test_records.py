@@ -36,6 +36,21 @@ def ends(folder):
     return {key: record.content["end"] for key, record in records_of(folder).items()}
 
 
+@pytest.mark.parametrize("mark", ["\x85", "\u2028", "\u2029"])
+def test_only_a_line_feed_ends_a_record(tmp_path, mark):
+    path = tmp_path / "records.jsonl"
+    record = {"text": f"one{mark}other"}
+    path.write_text(f"{json.dumps(record, ensure_ascii=False)}\n" * 2, encoding="utf-8")
+    assert read_json_lines(path, "") == {1: record, 2: record}
+
+
+def test_a_last_record_with_its_line_end_is_damaged_and_not_cut_off(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"a": 1}\n{"b": \n')
+    with pytest.raises(UserError, match="line 2"):
+        read_json_lines(path, "")
+
+
 texts = st.dictionaries(st.text(max_size=3), st.text() | st.integers(), max_size=2)
 
 
