@@ -182,15 +182,14 @@ def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
         if cell.difference is not None:
             percent = round(100 * cell.difference / paper, 1) or 0.0  # no "-0.0"
             line.update(paper=f"{paper / 1e6:g}M", difference=f"{percent:+.1f} %")
-        lines = [line]
+        further = {}
         for name, count in (("plain count", cell.plain), ("attention alone", cell.attention)):
             if count:
-                measure = f"{cell.column}, {name}"
-                lines.append({"model": row.row, "measure": measure, "ours": f"{count / 1e6:.1f}M"})
+                further[f"{cell.column}, {name}"] = f"{count / 1e6:.1f}M"
         if cell.cache is not None:
-            measure = "cache, bytes per token and layer"
-            lines.append({"model": row.row, "measure": measure, "ours": f"{cell.cache:,}"})
-        return lines
+            further["cache, bytes per token and layer"] = f"{cell.cache:,}"
+        lines = [{"model": row.row, "measure": key, "ours": text} for key, text in further.items()]
+        return [line, *lines]
     if sum(sibling.column == cell.column for sibling in row.cells) > 1:
         # The printed number is compared with several metrics
         line["measure"] += f" ({SCORES.get(cell.quantity or '', cell.quantity)})"

@@ -62,25 +62,26 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
             "tuning",
             "is missing: --tune needs its grid, e.g. {grid: {train.flags.lr: [1, 2]}}.",
         )
-    rows = {}
+    systems = {}
     for key, mapping in study.systems.items():
-        row = build(System, mapping, file, f"systems.{key}")
-        rows[key] = dataclasses.replace(row, set=study.set | row.set)
+        system = build(System, mapping, file, f"systems.{key}")
+        systems[key] = dataclasses.replace(system, set=study.set | system.set)
     if tuning:
-        grids = {key: _grid(key, row, tuning, file) for key, row in rows.items()}
+        grids = {key: _grid(key, system, tuning, file) for key, system in systems.items()}
         trial = _trial(study, tuning, grids)
         if tune:
             return trial
         for key, point in _best_points(trial, grids, path, records).items():
-            rows[key] = dataclasses.replace(rows[key], set=rows[key].set | point)
+            system = systems[key]
+            systems[key] = dataclasses.replace(system, set=system.set | point)
     contrasts = {}
     for key, mapping in study.contrasts.items():
         contrasts[key] = contrast = build(Contrast, mapping, file, f"contrasts.{key}")
-        if unknown := {contrast.first, contrast.second} - rows.keys():
+        if unknown := {contrast.first, contrast.second} - systems.keys():
             fail(file, f"contrasts.{key}", f"there is no system {min(unknown)!r}.")
         if contrast.first == contrast.second:
             fail(file, f"contrasts.{key}", f"first and second are both {contrast.first!r}.")
-    return dataclasses.replace(study, systems=rows, contrasts=contrasts)
+    return dataclasses.replace(study, systems=systems, contrasts=contrasts)
 
 
 def _trial(study: Study, tuning: Tuning, grids: dict[str, Grid]) -> Study:
@@ -137,15 +138,14 @@ def _with_base(path: Path) -> dict[str, Any]:
         return mapping
     if not isinstance(name, str):
         fail(str(path), "base", "must be the path of a study file.")
-    below = read_mapping(path.parent / name, "study")
-    if "base" in below:
+    base = read_mapping(path.parent / name, "study")
+    if "base" in base:
         fail(str(path), "base", f"is {name}, which has a base itself, but a study has only one.")
-    for key, value in below.items():
-        above = mapping.get(key, value)
-        if isinstance(value, dict) and isinstance(above, dict):
-            above = value | above
-        mapping[key] = above
-    return mapping
+    merged = base | mapping
+    for key in base.keys() & mapping.keys():
+        if isinstance(base[key], dict) and isinstance(mapping[key], dict):
+            merged[key] = base[key] | mapping[key]
+    return merged
 
 
 def _check(study: Study, tuning: Tuning | None, file: str) -> None:
@@ -187,13 +187,13 @@ def _check(study: Study, tuning: Tuning | None, file: str) -> None:
             fail(file, key, problem)
 
 
-def _grid(key: str, row: System, tuning: Tuning, file: str) -> Grid:
+def _grid(key: str, system: System, tuning: Tuning, file: str) -> Grid:
     """The trials of a system: name → the system with the values of a point of the grid, and the point."""
     trials: Grid = {}
     for values in itertools.product(*tuning.grid.values()):
         point = dict(zip(tuning.grid, values))
         name = key
-        label = row.label
+        label = system.label
         for path, value in point.items():
             flag = path.rpartition(".")[2]
             name += f" {_file_name(flag)}={_file_name(str(value))}"
@@ -201,10 +201,8 @@ def _grid(key: str, row: System, tuning: Tuning, file: str) -> Grid:
         if name in trials:
             problem = f"has {name.partition(' ')[2]} twice, so its runs would share a record."
             fail(file, "tuning.grid", problem)
-        trials[name] = (
-            dataclasses.replace(row, label=label, set=row.set | tuning.set | point),
-            point,
-        )
+        values_of_trial = system.set | tuning.set | point
+        trials[name] = (dataclasses.replace(system, label=label, set=values_of_trial), point)
     return trials
 
 
