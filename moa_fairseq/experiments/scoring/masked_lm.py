@@ -147,24 +147,20 @@ def score(
     if break_mode:
         task.cfg.sample_break_mode = break_mode
     manifest = read_manifest(Path(task.cfg.data))
-    splits = manifest.get("splits") or {}
-    facts: Values = splits.get(subset, {})
-    if subset in splits:
-        kinds = dict.fromkeys(("words", "lines", "filled"), NUMBER)
-        location = f"{task.cfg.data}/{MANIFEST}: splits: {subset}"
-        check_kinds(facts, kinds, location, "Prepare the data again.", required=("words", "lines"))
+    facts = _counts_in(manifest, subset, task.cfg.data)
     device = device_for(cpu)
     model = model.to(device).eval()
     results = [measure(model, task, subset, seed, max_tokens, device) for seed in seeds]
-    perplexities = list(map(Masking.perplexity, results))
-    scores = {"masked_lm_ppl": _summary(perplexities, "all masked tokens")}
-    perplexities = list(map(Masking.text_perplexity, results))
-    scores["masked_lm_text_ppl"] = _summary(perplexities, "masked tokens but <s>, </s>")
+    of_all = [result.perplexity() for result in results]
+    of_text = [result.text_perplexity() for result in results]
+    scores = {
+        "masked_lm_ppl": _summary(of_all, "all masked tokens"),
+        "masked_lm_text_ppl": _summary(of_text, "masked tokens but <s>, </s>"),
+    }
     has_spaces = bool(facts) and not lacks_spaces(lang, facts["words"], facts.get("filled", 0))
     if has_spaces:
-        perplexities = [r.word_perplexity(facts["words"], facts["lines"]) for r in results]
-        over = "shared out to words and ends of line"
-        scores["masked_lm_word_ppl"] = _summary(perplexities, over)
+        of_words = [result.word_perplexity(facts["words"], facts["lines"]) for result in results]
+        scores["masked_lm_word_ppl"] = _summary(of_words, "shared out to words and ends of line")
     (symbols,) = count_symbols(Path(task.cfg.data), (), [subset]).values()
     scores["meta"] = {
         "checkpoint": str(checkpoint),
@@ -185,6 +181,19 @@ def score(
         "warnings": _warnings(task.cfg, subset, facts, results[0].tokens, has_spaces),
     }
     return scores
+
+
+def _counts_in(manifest: Values, subset: str, data: str) -> Values:
+    """The numbers of words and lines of a subset in the manifest of its data; {} without an entry."""
+    splits = manifest.get("splits") or {}
+    if subset not in splits:
+        return {}
+    kinds = dict.fromkeys(("words", "lines", "filled"), NUMBER)
+    location = f"{data}/{MANIFEST}: splits: {subset}"
+    check_kinds(
+        splits[subset], kinds, location, "Prepare the data again.", required=("words", "lines")
+    )
+    return splits[subset]
 
 
 def _summary(perplexities: list[float], over: str) -> Values:
