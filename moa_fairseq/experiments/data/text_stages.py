@@ -234,7 +234,7 @@ def _first_bad_line(split: Split) -> str:
     try:
         for file in itertools.chain.from_iterable(split.files):
             collections.deque(read_lines(file.path), maxlen=0)
-    except UserError as error:
+    except UserError as error:  # it names the line
         return str(error)
     return ""
 

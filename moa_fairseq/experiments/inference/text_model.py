@@ -235,7 +235,7 @@ def hypotheses(
             continue
         try:
             symbols[number] = _encode(model, line, longest)
-        except UserError as error:
+        except UserError as error:  # the line is too long, or not UTF-8
             log.warning("line %d is skipped: %s", number, error)
             symbols[number] = torch.empty(0, dtype=torch.long)
     sources = list(filter(len, symbols.values()))

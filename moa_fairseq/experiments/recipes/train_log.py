@@ -60,7 +60,7 @@ def finite(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError):  # text of no number, or an int beyond all floats
         return None
     return number if math.isfinite(number) else None
 
