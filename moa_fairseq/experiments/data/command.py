@@ -44,6 +44,7 @@ from moa_fairseq.experiments.data.catalogue import (
 from moa_fairseq.experiments.data.job import default_workers
 from moa_fairseq.experiments.data.manifest import read_manifest, summary, unknown_table
 from moa_fairseq.experiments.data.prepare import LATER, Preparation
+from moa_fairseq.experiments.records.json_files import Values
 from moa_fairseq.process import Executor
 from moa_fairseq.process.signals import terminate_as_interrupt
 
@@ -196,9 +197,7 @@ def run(args: argparse.Namespace) -> int:
             dataset=dataset,
             whole=shlex.join(["moa-fairseq", *sys.argv[1:]]),
         ).run()
-    folder = output
-    if dataset.kind == MASKED_LM:
-        folder = output / "binarised"
+    folder = output / "binarised" if dataset.kind == MASKED_LM else output
     manifest = read_manifest(folder)
     if args.json:
         print(json.dumps(manifest, indent=1))
@@ -212,15 +211,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _dataset(args: argparse.Namespace) -> Dataset:
     """The requested data set, with its sizes and seed."""
-    name = args.name
-    if args.flavour:
-        name = f"{args.name}_{args.flavour}"
+    name = f"{args.name}_{args.flavour}" if args.flavour else args.name
     if name not in names():
-        flavours = []
         prefix = f"{args.name}_"
-        for dataset_name in names():
-            if dataset_name.startswith(prefix):
-                flavours.append(dataset_name.removeprefix(prefix))
+        flavours = [other.removeprefix(prefix) for other in names() if other.startswith(prefix)]
         remedy = f"Choose one of {', '.join(flavours)}" if flavours else "Leave the flag out"
         raise UserError(f"--flavour {args.flavour}: {args.name} has no such variant. {remedy}.")
     dataset = names()[name]
@@ -330,9 +324,9 @@ def _check_text(args: argparse.Namespace, dataset: Dataset) -> None:
     )
 
 
-def _settings(dataset: Dataset, args: argparse.Namespace) -> dict[str, Any]:
+def _settings(dataset: Dataset, args: argparse.Namespace) -> Values:
     """A recipe's data section with the data set's defaults."""
-    settings: dict[str, Any] = {"recipe": dataset.name, "flags": {}}
+    settings: Values = {"recipe": dataset.name, "flags": {}}
     settings.update(character_coverage=args.character_coverage, allow_unknown=args.allow_unknown)
     if dataset.kind != TRANSLATION:
         settings.update(bpe=args.bpe, tokens=args.tokens)

@@ -26,7 +26,7 @@ from moa_fairseq.experiments.data.obtain import MEMORY, Store, known_checksum
 from moa_fairseq.experiments.data.parallel_text import TextFile, find_file, read_lines
 from moa_fairseq.experiments.data.unknown import Symbols, check_unknown, count_symbols
 from moa_fairseq.experiments.make import OUT, Step, read_step_records
-from moa_fairseq.experiments.records.json_files import write_json
+from moa_fairseq.experiments.records.json_files import Values, write_json
 from moa_fairseq.files import atomic_write
 from moa_fairseq.process import Executor, flags
 
@@ -119,7 +119,7 @@ class PreparationJob:
         # All parts in one call, so that each archive is read once
         flat = [*itertools.chain.from_iterable(self.parts.values())]
         codes = self.data.codes
-        files = self.store.text_files(flat, [codes] if codes else [], self.data, self.root)
+        files = self.store.fetch_texts(flat, [codes] if codes else [], self.data, self.root)
         if codes in files:
             # The merges of a text that was segmented elsewhere, for fine-tuning a model on other text
             with atomic_write(self.root / CODES) as stream:
@@ -128,7 +128,7 @@ class PreparationJob:
 
     def text_file(self, part: Part) -> TextFile:
         """The file of one part, fetched if necessary."""
-        return self.store.text_files([part])[part]
+        return self.store.fetch_texts([part])[part]
 
     @property
     def learnt(self) -> bool:
@@ -171,7 +171,7 @@ class PreparationJob:
         """The sha256 of a file from which the data is made."""
         return known_checksum(self.store.downloads / MEMORY, path)
 
-    def text_inputs(self) -> dict[str, Any]:
+    def text_inputs(self) -> Values:
         """split → markup and sha256 of each file of its text."""
         inputs = {}
         for split, files in self.texts.items():
@@ -198,7 +198,7 @@ class PreparationJob:
         folder = text.output / name
         kind = self.data.kind
         tests = [str(folder / split) for split in splits if split not in ("train", "valid")]
-        values: dict[str, Any] = dict(zip(("source-lang", "target-lang"), self.languages))
+        values: Values = dict(zip(("source-lang", "target-lang"), self.languages))
         if not self.languages:
             # With a fixed dictionary, a class has the same number in all generated data.
             has_dictionary = kind in (MASKED_LM, CLASSIFICATION)

@@ -169,12 +169,15 @@ class LanguageModelPreparation:
         if not self.data.tokens:
             return content
         for split, parts in self.job.parts.items():
-            read = ((facts or {}).get(split) or {}).get("files")
-            if read:  # not recorded by an older version
-                digests = content[f"content of {split}"] = {}
-                for part in parts:
-                    if part.name in read:
-                        digests[part.name] = (recount and self.job.digest(part)) or read[part.name]
+            recorded = ((facts or {}).get(split) or {}).get("files") or {}
+            if not recorded:  # by an older version
+                continue
+            digests = {}
+            for part in parts:
+                if part.name in recorded:
+                    again = self.job.digest(part) if recount else None
+                    digests[part.name] = again or recorded[part.name]
+            content[f"content of {split}"] = digests
         return content
 
     def _announce(self) -> None:

@@ -52,7 +52,7 @@ class Store:
     def parts(
         self, dataset: Dataset, languages: Sequence[str], required: Sequence[str]
     ) -> dict[str, list[Part]]:
-        """split → its parts. Only file names are read; `text_files` fetches what the user's folder lacks.
+        """split → its parts. Only file names are read; `fetch_texts` gets what the user's folder lacks.
 
         For text outside archives, splits that are neither required nor in that folder are left out.
 
@@ -87,7 +87,7 @@ class Store:
             raise UserError(f"The data folder {self.at_hand} lacks {', '.join(missing)}. {bring}")
         return used
 
-    def text_files(
+    def fetch_texts(
         self,
         parts: Sequence[Part],
         optional: Sequence[Part] = (),

@@ -12,7 +12,7 @@ import reprlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import get_vocabulary, learn_bpe
@@ -29,6 +29,7 @@ from moa_fairseq.experiments.data.parallel_text import (
     read_pairs,
     refuse_symbols,
 )
+from moa_fairseq.experiments.records.json_files import Values
 from moa_fairseq.files import atomic_write
 from moa_fairseq.text.codecs import MergeCodec
 from moa_fairseq.text.steps import Step, words_of
@@ -104,7 +105,7 @@ def _preprocess(pair: Pair, treatment: Treatment) -> Pair | str:
 
 def write_splits(
     splits: Sequence[Split], languages: Sequence[str], folder: Path, workers: int
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Values]:
     """Write `<split>.<language>` into a folder for each split, and for held-out splits.
 
     Args:
@@ -121,7 +122,7 @@ def write_splits(
         UserError: for files that are not aligned text, or if a split has no pair left.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    facts: dict[str, dict[str, Any]] = {}
+    facts: dict[str, Values] = {}
     for split in splits:
         facts.update(_write_split(split, languages, folder, workers))
     return facts
@@ -158,7 +159,7 @@ class _Output:
             self.streams[language].write(f"{text}\n")
             self.tokens[language] += len(text.split())
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Values:
         """The numbers of lines and of tokens per language, for state.json and manifest.json."""
         facts = {"lines": self.lines}
         for language, number in self.tokens.items():
@@ -174,7 +175,7 @@ class _Output:
 
 def _write_split(
     split: Split, languages: Sequence[str], folder: Path, workers: int
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Values]:
     """Write a split and the split that it holds out; the facts of both as in `write_splits`."""
     retained = 0
     with contextlib.ExitStack() as stack:

@@ -25,6 +25,7 @@ from moa_fairseq.experiments.data.parallel_text import (
 )
 from moa_fairseq.experiments.data.text_stages import Split, Treatment, learn_codes, write_splits
 from moa_fairseq.experiments.make import Step
+from moa_fairseq.experiments.records.json_files import Values
 from moa_fairseq.text.languages import writes_no_spaces
 from moa_fairseq.text.tokenizer import has_prefixes
 
@@ -86,7 +87,7 @@ class TranslationPreparation:
         steps.append(self.job.binarise(steps[-1], self.splits, dictionaries=dictionaries))
         return [*steps, self.job.manifest(steps[-1])]
 
-    def tokenise(self, new: Path) -> dict[str, Any]:
+    def tokenise(self, new: Path) -> Values:
         """Check a sample of the training text, and write the tokens of each split."""
         pairs = itertools.islice(read_pairs(self._texts("train"), mark_bad=True), SAMPLE)
         sample = []
@@ -123,7 +124,7 @@ class TranslationPreparation:
             pieces.write_dictionary(model)
         return counts
 
-    def segment(self, new: Path) -> dict[str, Any]:
+    def segment(self, new: Path) -> Values:
         """Segment each split into SentencePiece pieces, or by merges, which are learnt here or given."""
         new.mkdir()
         codes: str | tuple[str, str] = str(new / CODES)
@@ -161,14 +162,14 @@ class TranslationPreparation:
         inputs = {"text": text, "fraction": fraction, "seed": seed}
         return Step("sample", self.job.root / "sample", sample, inputs)
 
-    def _token_inputs(self) -> dict[str, Any]:
+    def _token_inputs(self) -> Values:
         """What the tokenised text depends on."""
         treatments = []
         for split in self._splits_to_tokenise():
             treatments.append([split.name, split.treatment, split.hold_out])
         return {"languages": self.languages, "texts": self.job.text_inputs(), "splits": treatments}
 
-    def _model_inputs(self, tokens: Step) -> dict[str, Any]:
+    def _model_inputs(self, tokens: Step) -> Values:
         """What the SentencePiece models depend on."""
         inputs = {
             "tokens": tokens,
@@ -180,7 +181,7 @@ class TranslationPreparation:
             inputs["longest"] = pieces.LONGEST
         return inputs
 
-    def _merge_inputs(self, tokens: Step) -> dict[str, Any]:
+    def _merge_inputs(self, tokens: Step) -> Values:
         """What the segmentation by merges depends on."""
         return {"tokens": tokens, "codes": self._codes_input(), "cleaning": self.cleaning}
 
@@ -197,7 +198,7 @@ class TranslationPreparation:
             )
         return self.job.checksum(Path(codes)) if codes else self.merges
 
-    def _piece_settings(self) -> dict[str, Any]:
+    def _piece_settings(self) -> Values:
         fallback = self.settings["byte_fallback"]
         coverage = self.settings.get("character_coverage")
         return pieces.translation_settings(self.settings["piece_model"], fallback, coverage)

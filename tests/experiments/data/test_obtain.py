@@ -57,10 +57,10 @@ def test_offline_without_the_file(store, tmp_path):
     with pytest.raises(
         UserError, match=r"de-en\.tgz is not in \S+downloads, and --offline.*--from"
     ):
-        store().text_files([PART])
+        store().fetch_texts([PART])
     (tmp_path / "here").mkdir()
     with pytest.raises(UserError, match=r"not in \S+here and \S+downloads"):
-        store(tmp_path / "here").text_files([PART])
+        store(tmp_path / "here").fetch_texts([PART])
 
 
 def test_the_manifest_claims_no_address_for_what_was_brought(store, downloaded, miniature):
@@ -69,7 +69,7 @@ def test_the_manifest_claims_no_address_for_what_was_brought(store, downloaded, 
         (miniature("iwslt14_de_en"), "origin", "urls"),
     ):
         used = store(at_hand)
-        (file,) = used.text_files([PART]).values()
+        (file,) = used.fetch_texts([PART]).values()
         assert file.markup == "wit3" and len(list(file.lines())) == 63
         (origin,) = used.origins.values()
         assert origin[said] and unsaid not in origin and origin["sha256"]
@@ -97,8 +97,8 @@ def test_a_wrong_archive_at_hand_is_refused_and_may_be_unpacked(
         (folder / "de-en.tgz").write_bytes(content)
     known = rf"de-en\.tgz is not the file.*{words}.*https?://\S+"
     with pytest.raises(UserError, match=known):
-        store(folder, **pins).text_files([PART])
-    (file,) = store(folder / "open", **pins).text_files([PART]).values()
+        store(folder, **pins).fetch_texts([PART])
+    (file,) = store(folder / "open", **pins).fetch_texts([PART]).values()
     assert file.path == folder / "open" / PART.members[0]
 
 
@@ -116,7 +116,7 @@ def test_a_truncated_archive_is_refused_and_a_download_thrown_away(
     ):
         archive.write_bytes(archive.read_bytes()[:keep])
         with pytest.raises(UserError, match=rf"de-en\.tgz is cut off or damaged.*{remedy}"):
-            store(at_hand).text_files([part])
+            store(at_hand).fetch_texts([part])
     assert (folder / "de-en.tgz").exists() and not downloaded.exists()
 
 
@@ -129,9 +129,9 @@ def test_the_first_of_several_names_is_taken(store, made, tmp_path, names, text)
     part = Part(names, PART.archive)
     if text is None:
         with pytest.raises(UserError, match="does not contain none or nobody"):
-            store(tmp_path).text_files([part])
+            store(tmp_path).fetch_texts([part])
     else:
-        assert list(store(tmp_path).text_files([part])[part].lines()) == [text]
+        assert list(store(tmp_path).fetch_texts([part])[part].lines()) == [text]
 
 
 # --- archives -----------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_the_archive_that_is_gone_says_what_to_do_instead(tables, tmp_path, monk
     part = datasets()["wmt14_en_de_vaswani"].parts(("en", "de"))["train"][0]
     for offline in (False, True):
         with pytest.raises(UserError) as error:
-            Store(None, tmp_path / "downloads", offline).text_files([part])
+            Store(None, tmp_path / "downloads", offline).fetch_texts([part])
         for word in ("since 2021", gone.md5, "--flavour vaswani_rebuilt", "--from"):
             assert word in str(error.value)
 
