@@ -166,14 +166,13 @@ def lines_of(path: Path | None) -> Iterator[list[tuple[int, str]]]:
             "Standard input is closed. Give a text FILE, or redirect a file with `< FILE`."
         )
     typed = path is None and sys.stdin.isatty()
-    # A carriage return inside a line does not end it, so the output has as many lines as `prepare` sees. A
-    # byte that is not UTF-8 does not end the reading: only its line is left out
-    text: dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n", "errors": "surrogateescape"}
-    source = contextlib.nullcontext(sys.stdin) if path is None else path.open(**text)
+    source = contextlib.nullcontext(sys.stdin) if path is None else path.open()
     with source as stream:
-        # The locale may have given standard input another encoding
-        if path is None and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(**text)
+        # In any locale the text is UTF-8. A carriage return inside a line does not end it, so the output has
+        # as many lines as `prepare` sees. A byte that is not UTF-8 does not end the reading: only its line is
+        # left out
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8-sig", newline="\n", errors="surrogateescape")
         numbered = ((number, line.rstrip("\r\n")) for number, line in enumerate(stream, 1))
         yield from chunks(numbered, 1 if typed else BATCH)
 

@@ -35,21 +35,32 @@ from moa_fairseq.plugin.forward_context import collect_routings
 
 log = logging.getLogger(__name__)
 # Flags of fairseq-generate that change the translations, and that fairseq's `generate` takes as arguments
-_OF_THE_SEARCH = {
-    *(
-        "max_len_a",
-        "max_len_b",
-        "min_len",
-        "match_source_len",
-        "unnormalized",
-        "no_early_stop",
-        "unkpen",
-    ),
-    *("no_repeat_ngram_size", "sampling", "sampling_topk", "sampling_topp", "temperature"),
-    *("diverse_beam_groups", "diverse_beam_strength", "diversity_rate"),
+_SEARCH_FLAGS = {
+    "max_len_a",
+    "max_len_b",
+    "min_len",
+    "match_source_len",
+    "unnormalized",
+    "no_early_stop",
+    "unkpen",
+    "no_repeat_ngram_size",
+    "sampling",
+    "sampling_topk",
+    "sampling_topp",
+    "temperature",
+    "diverse_beam_groups",
+    "diverse_beam_strength",
+    "diversity_rate",
 }
 # Flags of fairseq-generate that change the translations, but that `generate` does not take
-_NOT_HERE = {"replace_unk", "prefix_size", "constraints", "lm_path", "lm_weight", "retain_dropout"}
+_IGNORED_FLAGS = {
+    "replace_unk",
+    "prefix_size",
+    "constraints",
+    "lm_path",
+    "lm_weight",
+    "retain_dropout",
+}
 # Those of the terminal's 256 colours that differ most on a dark and on a light background
 _COLOURS = (33, 166, 36, 162, 178, 75, 99, 70, 131, 67, 208, 30)
 
@@ -148,9 +159,9 @@ def generation(
         ignored = []
         for flag, value in section.flags.items():
             name = flag.replace("-", "_")
-            if name in _OF_THE_SEARCH:
+            if name in _SEARCH_FLAGS:
                 settings[name] = value
-            elif name in _NOT_HERE:
+            elif name in _IGNORED_FLAGS:
                 ignored.append(name)
         if ignored:
             log.warning(

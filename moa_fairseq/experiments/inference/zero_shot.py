@@ -223,9 +223,10 @@ def _table_text(record: Values) -> str:
         Column("task", "Task", once=True),
         Column("metric", "Metric"),
         Column("value", "Value", ">"),
+        Column("error", "±", ">"),
+        Column("documents", "Documents", ">"),
+        Column("unknown", "unknown", ">"),
     ]
-    columns += [Column("error", "±", ">"), Column("documents", "Documents", ">")]
-    columns += [Column("unknown", "unknown", ">")]
     lines = []
     for name, task in record["tasks"].items():
         text = task.get("text")
