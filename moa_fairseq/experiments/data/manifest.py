@@ -128,7 +128,7 @@ def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> Valu
         remedy: the last sentence of the error.
 
     Raises:
-        UserError: for a file that no program wrote.
+        UserError: if it is malformed.
     """
     try:
         manifest = read_json(folder / MANIFEST, remedy)

@@ -24,7 +24,7 @@ from moa_fairseq.experiments.records.json_files import MAPPING, TEXT, check_kind
 from moa_fairseq.files import checksum, refuse_irregular, refuse_link_out
 from moa_fairseq.text.steps import STEPS, Step
 
-KEPT = "text"
+RUN_COPY = "text"  # the copy in a run folder
 BINARISED = "binarised"
 _DICTIONARIES = (
     DICTIONARY,
@@ -36,7 +36,6 @@ _DICTIONARIES = (
 )
 # Merges or pieces, next to the binarised folder
 _BESIDE = (f"bpe/{CODES}", CODES, "model/sentencepiece*.model")
-_REMEDY = "Put the original back, or delete this file and prepare the data again."
 log = logging.getLogger(__name__)
 
 
@@ -110,7 +109,7 @@ def rules_of(
         The rules; None if the manifest does not give them.
 
     Raises:
-        UserError: for a file that no program wrote.
+        UserError: if the manifest is malformed.
     """
     location = f"The {MANIFEST} of the data"
     check_kinds(
@@ -119,6 +118,8 @@ def rules_of(
     rules = manifest.get("rules")
     if rules is None:
         return _rules_of_settings(manifest, location, remedy)
+    if not rules:
+        return None
     kinds = dict.fromkeys(("kind", "encoder", "source", "target"), TEXT)
     check_kinds(rules, kinds, f"{location}: rules", remedy)
     steps = rules.get("steps", [])
@@ -126,8 +127,6 @@ def rules_of(
         raise UserError(
             f"{location}: the rules' steps are not line functions with options. {remedy}"
         )
-    if not rules:
-        return None
     return TextRules(
         kind=rules.get("kind") or "",
         encoder=rules.get("encoder") or "",
@@ -171,7 +170,7 @@ def _is_step(step: Any) -> bool:
         return False
 
 
-def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None:
+def save_run_copy(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None:
     """Write a run's copy of its data's text files, with their checksums and the rules.
 
     Args:
@@ -186,16 +185,15 @@ def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None
     """
     inputs = read_step_records(run_folder).get("train", {}).get("inputs", {})
     if inputs.get("data", fingerprint) != fingerprint:
-        remedy = (
-            "Restore that data, use another --save-dir, or --restart to move the old run aside and start "
-            "over."
+        raise UserError(
+            f"{run_folder} was trained on other data than {data} has now. Restore that data, use another "
+            "--save-dir, or --restart to move the old run aside and start over."
         )
-        raise UserError(f"{run_folder} was trained on other data than {data} has now. {remedy}")
-    check_text(data)
-    copy_text(data, new)
+    check_against_manifest(data)
+    copy_text_files(data, new)
 
 
-def copy_text(data: Path, new: Path) -> None:
+def copy_text_files(data: Path, new: Path) -> None:
     """Copy a binarised folder's text files and their entries in its manifest; nothing else is copied.
 
     Args:
@@ -223,8 +221,8 @@ def copy_text(data: Path, new: Path) -> None:
     write_json(new / MANIFEST, content)
 
 
-def kept_text(checkpoint: Path) -> Path | None:
-    """The binarised folder that a run keeps as a copy of its data's text files.
+def run_copy_of(checkpoint: Path) -> Path | None:
+    """The binarised folder of a run's copy of its data's text files.
 
     Args:
         checkpoint: a checkpoint in the run folder.
@@ -235,20 +233,22 @@ def kept_text(checkpoint: Path) -> Path | None:
     Raises:
         UserError: if the copy was changed, or a file was added to it.
     """
-    run = _run_of(checkpoint, f"{KEPT}/{MANIFEST}")  # an exported model has no state.json
+    run = _run_of(checkpoint, f"{RUN_COPY}/{MANIFEST}")  # an exported model has no state.json
     if run is None:
         return None
-    remedy = f"Delete {run / KEPT}: the run's data is then used to read text, if it is unchanged."
-    if differences := check_text(run / KEPT / BINARISED, remedy):
+    copy = run / RUN_COPY
+    remedy = f"Delete {copy}: the run's data is then used to read text, if it is unchanged."
+    unlisted = check_against_manifest(copy / BINARISED, remedy)
+    if unlisted:
         raise UserError(
-            f"{run / KEPT / differences[0]} is not listed in {MANIFEST} of the run's text. {remedy}"
+            f"{copy / unlisted[0]} is not listed in {MANIFEST} of the run's text. {remedy}"
         )
-    rules_of(read_manifest(run / KEPT, remedy), remedy)
-    return run / KEPT / BINARISED
+    rules_of(read_manifest(copy, remedy), remedy)
+    return copy / BINARISED
 
 
-def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
-    """Check that data has the text files of a model's training.
+def unverified_text_files(checkpoint: Path, data: Path, named: bool) -> list[str]:
+    """Check data's text files against those of a model's training, as far as the training has a record.
 
     Args:
         checkpoint: the model's checkpoint, in its run folder or elsewhere.
@@ -262,54 +262,63 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
     Raises:
         UserError: for files that differ from those of the training, and files that were changed.
     """
-    run_copy = kept_text(checkpoint)
-    unlisted = check_text(data)
-    files = text_files(data)
+    run_copy = run_copy_of(checkpoint)
+    unlisted = check_against_manifest(data)
     if run_copy:
-        _compare_with_copy(run_copy, files, data)
+        _compare_with_copy(run_copy, data)
         return []
     run = _run_of(checkpoint, STATE)
-    facts = read_step_records(run).get("prepare", {}).get("facts") if run else None
-    fingerprint = facts.get("fingerprint") if isinstance(facts, dict) else None
-    if not fingerprint:
-        return sorted(files)
-    records = read_step_records(data.parent)
-    record = records.get(BINARISED) or records.get(f"{BINARISED}-{LABEL}")
-    if record and record.get("fingerprint") == fingerprint:
+    fingerprint = _recorded_fingerprint(run) if run else None
+    if fingerprint and _has_fingerprint(data, fingerprint):
         return unlisted
-    # A folder that was binarised elsewhere has no records: its fingerprint is a digest
-    is_same = not record and fingerprint == content_digest(data)
-    if not (named or is_same):
-        remedy = (
-            f"Restore it, or give data with the same dictionaries and merges, such as --data {data}"
+    if fingerprint and not named:
+        raise UserError(
+            f"{data} was prepared again since {run} was trained on it. Restore it, or give data with the "
+            f"same dictionaries and merges, such as --data {data}."
         )
-        raise UserError(f"{data} was prepared again since {run} was trained on it. {remedy}.")
-    return sorted(files)
+    return sorted(text_files(data))
 
 
-def _compare_with_copy(run_copy: Path, files: Mapping[str, Path], data: Path) -> None:
-    """Raise UserError if the `files` of data differ from a run's copy. The data may lack merges or pieces."""
+def _compare_with_copy(run_copy: Path, data: Path) -> None:
+    """Raise UserError if data's text files differ from a run's copy. The data may lack merges or pieces."""
+    files = text_files(data)
     for name, path in text_files(run_copy).items():
         is_required = name in files or name.startswith(BINARISED)
         if is_required and (name not in files or checksum(files[name]) != checksum(path)):
-            remedy = (
-                f"Leave --data out to use the run's own {path}, or give the data of its training"
-            )
             raise UserError(
-                f"{data} has another {name} than {path}, of training, or none. {remedy}."
+                f"{data} has another {name} than {path}, of training, or none. Leave --data out to use the "
+                f"run's own {path}, or give the data of its training."
             )
 
 
-def warn_of(unchecked: list[str], checkpoint: Path, data: Path) -> None:
-    """Warn of the files that `same_text` could not check."""
-    if unchecked:
-        reason = "the model has no record of its text files, so only the numbers of symbols were compared"
+def _recorded_fingerprint(run: Path) -> str | None:
+    """The fingerprint of the data that a run was trained on."""
+    facts = read_step_records(run).get("prepare", {}).get("facts")
+    return facts.get("fingerprint") if isinstance(facts, dict) else None
+
+
+def _has_fingerprint(data: Path, fingerprint: str) -> bool:
+    """Whether data has this fingerprint: by its records, or its content if it was binarised elsewhere."""
+    records = read_step_records(data.parent)
+    record = records.get(BINARISED) or records.get(f"{BINARISED}-{LABEL}")
+    found = record.get("fingerprint") if record else content_digest(data)
+    return found == fingerprint
+
+
+def warn_of_unverified(names: list[str], checkpoint: Path, data: Path) -> None:
+    """Warn of the files that `unverified_text_files` returns, if any."""
+    if names:
         log.warning(
-            "%s: %s of %s could not be checked: %s", checkpoint, ", ".join(unchecked), data, reason
+            "%s: %s of %s could not be checked: the model has no record of its text files, so only the "
+            "numbers of symbols were compared",
+            *(checkpoint, ", ".join(names), data),
         )
 
 
-def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
+def check_against_manifest(
+    data: Path,
+    remedy: str = "Put the original back, or delete this file and prepare the data again.",
+) -> list[str]:
     """Check a binarised folder's text files by the manifest.json next to it.
 
     Args:
@@ -322,17 +331,9 @@ def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
     Raises:
         UserError: for a file that is missing or differs from the list.
     """
-    manifest = data.parent / MANIFEST
     files = text_files(data)
-    outputs = read_manifest(data.parent, remedy).get("outputs") or {}
-    patterns = list(_BESIDE)
-    if data.name == BINARISED:
-        patterns += [f"{BINARISED}/{name}" for name in _DICTIONARIES]
-    listed = {}
-    for name, entry in outputs.items():
-        is_text = any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-        if is_text and isinstance(entry, dict) and isinstance(entry.get("sha256"), str):
-            listed[name] = entry["sha256"]
+    listed = _listed_checksums(data, remedy)
+    manifest = data.parent / MANIFEST
     for name, expected in listed.items():
         path = files.get(name)
         if path is None:
@@ -342,6 +343,20 @@ def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
                 f"{path} was changed: it is not the file that {manifest} lists. {remedy}"
             )
     return sorted(files.keys() - listed)
+
+
+def _listed_checksums(data: Path, remedy: str) -> dict[str, str]:
+    """Name → checksum of the text files in the manifest.json next to a binarised folder."""
+    patterns = list(_BESIDE)
+    if data.name == BINARISED:
+        patterns += [f"{BINARISED}/{name}" for name in _DICTIONARIES]
+    outputs = read_manifest(data.parent, remedy).get("outputs") or {}
+    checksums = {}
+    for name, entry in outputs.items():
+        is_text = any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        if is_text and isinstance(entry, dict) and isinstance(entry.get("sha256"), str):
+            checksums[name] = entry["sha256"]
+    return checksums
 
 
 def _run_of(checkpoint: Path, file: str) -> Path | None:

@@ -19,7 +19,12 @@ import torch
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import datasets
-from moa_fairseq.experiments.data.text_files import BINARISED, KEPT, copy_text, kept_text
+from moa_fairseq.experiments.data.text_files import (
+    BINARISED,
+    RUN_COPY,
+    copy_text_files,
+    run_copy_of,
+)
 from moa_fairseq.experiments.inference import transformers_folder
 from moa_fairseq.experiments.recipes.checkpoints import trained_checkpoint
 from moa_fairseq.experiments.recipes.loading import build, read_mapping
@@ -108,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         )
     trained = _read_run(args.run_dir)
     with atomic_folder(args.folder) as folder:
-        copy_text(trained.text, folder / KEPT)
+        copy_text_files(trained.text, folder / RUN_COPY)
         if args.transformers:
             parameters = transformers_folder.write(
                 folder, trained.checkpoint, trained.text, trained.recipe
@@ -145,14 +150,14 @@ def _read_run(folder: Path) -> _TrainedRun:
     checkpoint = trained_checkpoint(folder)
     recipe_file = folder / "recipe.yaml"
     result_file = folder / _RESULT
-    for path in (checkpoint, recipe_file, result_file, folder / KEPT / BINARISED):
+    for path in (checkpoint, recipe_file, result_file, folder / RUN_COPY / BINARISED):
         refuse_link_out(path, folder)
     if not checkpoint.is_file():
         raise UserError(f"{folder} has no trained model: {checkpoint} is missing. Train it first.")
-    text = kept_text(checkpoint)
+    text = run_copy_of(checkpoint)
     if text is None:
         raise UserError(
-            f"{folder / KEPT} is missing, but the model needs it to read text. Only runs of "
+            f"{folder / RUN_COPY} is missing, but the model needs it to read text. Only runs of "
             "`moa-fairseq recipe` keep it. Train with a recipe, or run its command again to add it."
         )
     if not recipe_file.is_file():  # written after the last stage

@@ -15,7 +15,12 @@ from fairseq.hub_utils import GeneratorHubInterface
 
 from moa_fairseq.errors import UserError, printable
 from moa_fairseq.experiments.data.binarised import is_binarised
-from moa_fairseq.experiments.data.text_files import BINARISED, kept_text, same_text, warn_of
+from moa_fairseq.experiments.data.text_files import (
+    BINARISED,
+    run_copy_of,
+    unverified_text_files,
+    warn_of_unverified,
+)
 from moa_fairseq.experiments.inference.export import named_model
 from moa_fairseq.experiments.inference.text_codec import WordCodec, codec_of
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data, prepare_facts
@@ -128,15 +133,15 @@ def load_run(run_dir: Path, data_flag: Path | None, kind: str | None, cpu: bool)
     checkpoint, data = checkpoint_and_data(run_dir, data_flag)
     if data and is_binarised(data / BINARISED):  # the folder that `moa-fairseq prepare` made
         data = data / BINARISED
-    run_copy = kept_text(checkpoint)
+    run_copy = run_copy_of(checkpoint)
     if run_copy and not data_flag:
         data = run_copy
     if data is None or not data.is_dir():
         folder = f"--data {data}" if data else prepare_facts(run_dir).get("folder")
         problem = f"{folder} is not a folder" if folder else f"{run_dir} has no record of its data"
         raise UserError(f"{problem}. Give the binarised folder of its training by --data.")
-    unchecked = same_text(checkpoint, data.resolve(), named=data_flag is not None)
-    warn_of(unchecked, checkpoint, data)
+    unverified = unverified_text_files(checkpoint, data.resolve(), named=data_flag is not None)
+    warn_of_unverified(unverified, checkpoint, data)
     # Even with --data, whose text is the same, the run's copy has all that the model needs
     text = run_copy or data.resolve()
     codec = WordCodec() if kind is None else codec_of(text, kind)

@@ -22,7 +22,7 @@ from moa_fairseq.experiments.analysis.expert_tokens import (
 from moa_fairseq.experiments.analysis.learning_curve import Point, read_learning_curve
 from moa_fairseq.experiments.analysis.routed_model import forward_passes, router_uses
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING, TRANSLATION
-from moa_fairseq.experiments.data.text_files import kept_text
+from moa_fairseq.experiments.data.text_files import run_copy_of
 from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.inference.text_model import TextModel, load_run
 from moa_fairseq.experiments.inference.translate import generation
@@ -133,7 +133,7 @@ def _checkpoint(folder: Path) -> Path | None:
 def _load(folder: Path, checkpoint: Path, args: argparse.Namespace) -> TextModel:
     """The model with its codec; without a record of the text's preparation, symbols are shown as they are."""
     data = args.data or (prepared_data(folder) if folder.is_dir() else None)
-    text = kept_text(checkpoint) or data
+    text = run_copy_of(checkpoint) or data
     model = load_run(checkpoint, data, None, args.cpu)
     kind = kind_of_model(model)
     if kind != "masked" and text is not None:

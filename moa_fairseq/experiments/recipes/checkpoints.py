@@ -12,7 +12,7 @@ from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.job import CODES
-from moa_fairseq.experiments.data.text_files import same_text
+from moa_fairseq.experiments.data.text_files import unverified_text_files
 from moa_fairseq.experiments.make import read_step_records
 from moa_fairseq.experiments.recipes.schema import Data, Generate, Recipe
 from moa_fairseq.experiments.scoring.average import numbered_checkpoints
@@ -233,7 +233,7 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
             f"{recipe.pretrained} has no record of its training data; {data} must have its dictionaries"
         )
         return
-    same_text(checkpoint, original.resolve(), named=False)
+    unverified_text_files(checkpoint, original.resolve(), named=False)
     if recipe.data.codes is None and recipe.data.recipe != "binarised":
         if recipe.data.bpe:
             log.warning(

@@ -12,7 +12,7 @@ import torch
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.prepare import content_digest
-from moa_fairseq.experiments.data.text_files import KEPT, keep_text, text_files
+from moa_fairseq.experiments.data.text_files import RUN_COPY, save_run_copy, text_files
 from moa_fairseq.experiments.make import OUT, Step, file_signature, made_by_of, read_step_records
 from moa_fairseq.experiments.recipes.batch import plan_batch, sentence_sizes
 from moa_fairseq.experiments.recipes.checkpoints import (
@@ -84,8 +84,8 @@ def _text(run: Run) -> Step:
     def inputs() -> Values:
         return {name: checksum(path) for name, path in text_files(data).items()}
 
-    keep = functools.partial(keep_text, data, run.folder, run.prepared.fingerprint)
-    return Step("train-text", run.folder / KEPT, keep, inputs, in_place=True)
+    keep = functools.partial(save_run_copy, data, run.folder, run.prepared.fingerprint)
+    return Step("train-text", run.folder / RUN_COPY, keep, inputs, in_place=True)
 
 
 class _Training:

@@ -1,6 +1,10 @@
-"""Let a masked language model with GPT-2's encoding fill a gap; ' cat' in quotes begins a word.
+"""Let a masked language model with GPT-2's encoding fill a gap.
 
-moa-fairseq fill-mask runs/quickstart_mlm/average.pt "Click the <mask> to save the file."
+  moa-fairseq fill-mask runs/quickstart_mlm/average.pt "Click the <mask> to save the file."
+
+prints lines such as this one, where the space in quotes begins a word:
+
+   0.1250  ' button'        Click the button to save the file.
 """
 
 import argparse
@@ -17,7 +21,11 @@ from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError, printable
 from moa_fairseq.experiments.data.gpt2_files import encoder_of
-from moa_fairseq.experiments.data.text_files import kept_text, same_text, warn_of
+from moa_fairseq.experiments.data.text_files import (
+    run_copy_of,
+    unverified_text_files,
+    warn_of_unverified,
+)
 from moa_fairseq.experiments.scoring.trained_model import load_masked_lm
 
 
@@ -58,30 +66,38 @@ def _ranked_tokens(
             yield encoder.decode([int(symbol)]), probability
 
 
+def _load(checkpoint: Path, named_data: Path | None) -> tuple[Any, Any, Path]:
+    """The model, its task, and the folder of its encoding: the run's copy of it, else the data itself."""
+    run_copy = run_copy_of(checkpoint)
+    model, task = load_masked_lm(checkpoint, named_data or run_copy)
+    if run_copy:
+        return model, task, run_copy
+    data = Path(task.cfg.data).resolve()
+    unverified = unverified_text_files(checkpoint, data, named=named_data is not None)
+    warn_of_unverified(unverified, checkpoint, data)
+    return model, task, data
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the most probable tokens; </s> and other symbols are left out."""
     if args.text.count("<mask>") != 1 or args.top < 1:
         raise UserError("Give a text with exactly one <mask>, and --top 1 or more.")
-    saved = kept_text(args.checkpoint)
-    model, task = load_masked_lm(args.checkpoint, args.data or saved)
-    data = saved or Path(task.cfg.data).resolve()
-    if not saved:
-        warn_of(same_text(args.checkpoint, data, args.data is not None), args.checkpoint, data)
+    if sys.stdout is None:  # `>&-`
+        raise UserError("Standard output is closed: redirect it with `> FILE`.")
+    model, task, data = _load(args.checkpoint, args.data)
     encoder = encoder_of(data)
     before, after = map(str.rstrip, args.text.split("<mask>"))
     symbols = symbols_of([before, after], encoder, task.source_dictionary)
-    if len(symbols) > (limit := model.max_positions()):
+    limit = model.max_positions()
+    if len(symbols) > limit:
         raise UserError(
             f"The text has {len(symbols)} subwords, the model positions for {limit}: shorten it."
         )
     rows: list[dict[str, Any]] = []
-    for token, probability in islice(
-        _ranked_tokens(model.eval(), task, encoder, symbols), args.top
-    ):
+    ranked = _ranked_tokens(model.eval(), task, encoder, symbols)
+    for token, probability in islice(ranked, args.top):
         text = (before + token + after).strip()
         rows.append({"token": token, "probability": probability, "text": text})
-    if sys.stdout is None:  # `>&-`
-        raise UserError("Standard output is closed: redirect it with `> FILE`.")
     if args.json:
         print(json.dumps(rows, indent=1, ensure_ascii=False))
         return 0

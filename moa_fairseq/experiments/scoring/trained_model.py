@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import moa_fairseq  # noqa: F401  (registers the models; makes fairseq load checkpoints safely)
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data.text_files import same_text
+from moa_fairseq.experiments.data.text_files import unverified_text_files
 
 
 def load_trained(checkpoint: Path, data: Path | None) -> tuple[nn.Module, Any]:
@@ -47,7 +47,7 @@ def load_trained(checkpoint: Path, data: Path | None) -> tuple[nn.Module, Any]:
             "with the same dictionaries, with --data DATA_BIN. All other settings are in the checkpoint."
         )
     if folder:
-        same_text(checkpoint, (data or Path(folder)).resolve(), named=data is not None)
+        unverified_text_files(checkpoint, (data or Path(folder)).resolve(), named=data is not None)
     models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], state=state)
     return models[0], task
 

@@ -20,7 +20,7 @@ from shared_fixtures import USER_DIR
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.prepare import Preparation
-from moa_fairseq.experiments.data.text_files import copy_text, text_files
+from moa_fairseq.experiments.data.text_files import copy_text_files, text_files
 from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.inference.text_model import hypotheses, shown
 from moa_fairseq.experiments.inference.translate import generation
@@ -470,10 +470,10 @@ def test_a_link_that_leads_out_of_the_data_is_not_kept_with_a_run(copy, tmp_path
     (tmp_path / "secret").write_text("secret")
     (copy.data / "binarised" / "dict.zz.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match=r"dict\.zz\.txt"):
-        copy_text(copy.data / "binarised", tmp_path / "new")
+        copy_text_files(copy.data / "binarised", tmp_path / "new")
     (tmp_path / "linked").symlink_to(copy.data / "binarised")
     (copy.data / "binarised" / "dict.zz.txt").unlink()
-    copy_text(tmp_path / "linked", tmp_path / "new")
+    copy_text_files(tmp_path / "linked", tmp_path / "new")
     assert (tmp_path / "new" / "binarised" / "dict.en.txt").is_file()
 
 
