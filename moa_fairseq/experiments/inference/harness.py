@@ -1,5 +1,6 @@
 """A causal language model of fairseq as a model of lm-evaluation-harness, with its run's segmentation."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +21,20 @@ _UNSUPPORTED = (
 )
 
 
-class Read(NamedTuple):
-    """A model's predictions of the last n symbols of a text.
+class Window(NamedTuple):
+    """What the model reads of a text, and what is scored.
+
+    Args:
+        inputs: the symbols that the model reads.
+        targets: the symbols that are scored; the last one follows the last input.
+    """
+
+    inputs: list[int]
+    targets: list[int]
+
+
+class Predictions(NamedTuple):
+    """A model's predictions of n symbols of a text.
 
     Args:
         log_probs: the natural logarithm of the probability of each symbol, [n].
@@ -96,32 +109,36 @@ class HarnessModel(TemplateLM):
         Raises:
             UserError: for a continuation without symbols, or with more symbols than the model reads.
         """
-        windows = []
-        for texts, context, continuation in requests:
-            if not continuation:
-                raise UserError(
-                    f"A task has the continuation {texts[1]!r} after a context that ends in "
-                    f"{texts[0][-40:]!r}, but it adds no symbol to the context in the model's "
-                    "segmentation. Begin the continuation with a space (target_delimiter)."
-                )
-            if context[:1] != [self.eot_token_id]:
-                context = [self.eot_token_id, *context]
-            inputs = [*context, *continuation[:-1]]
-            if not self.carries_context:
-                if len(continuation) > self.chunk:
-                    raise UserError(
-                        f"A task has a continuation of {len(continuation)} symbols, but the model reads at "
-                        f"most {self.chunk}: {texts[1][:60]!r}. Leave the task out."
-                    )
-                inputs = inputs[-self.chunk :]
-            windows.append((inputs, continuation))
+        windows = [self._window(*request) for request in requests]
         answers: dict[int, tuple[float, bool]] = {}
-        for number, read in self._reads(windows, disable_tqdm):
-            target = windows[number][1]
-            greedy = read.likeliest.tolist() == target and self.dictionary.unk() not in target
-            answers[number] = (read.log_probs.sum().item(), greedy)
-            self.cache_hook.add_partial("loglikelihood", requests[number][0], answers[number])
+        for number, predictions in self._predict_windows(windows, disable_tqdm):
+            texts, _, continuation = requests[number]
+            is_likeliest = predictions.likeliest.tolist() == continuation
+            greedy = is_likeliest and self.dictionary.unk() not in continuation
+            answers[number] = (predictions.log_probs.sum().item(), greedy)
+            self.cache_hook.add_partial("loglikelihood", texts, answers[number])
         return [answers[number] for number in range(len(requests))]
+
+    def _window(
+        self, texts: tuple[str, str], context: list[int], continuation: list[int]
+    ) -> Window:
+        """The window of a request; raises as `_loglikelihood_tokens`."""
+        if not continuation:
+            raise UserError(
+                f"A task has the continuation {texts[1]!r} after a context that ends in "
+                f"{texts[0][-40:]!r}, but it adds no symbol to the context in the model's "
+                "segmentation. Begin the continuation with a space (target_delimiter)."
+            )
+        begin = [] if context[:1] == [self.eot_token_id] else [self.eot_token_id]
+        inputs = [*begin, *context, *continuation[:-1]]
+        if not self.carries_context:
+            if len(continuation) > self.chunk:
+                raise UserError(
+                    f"A task has a continuation of {len(continuation)} symbols, but the model reads at "
+                    f"most {self.chunk}: {texts[1][:60]!r}. Leave the task out."
+                )
+            inputs = inputs[-self.chunk :]
+        return Window(inputs, continuation)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Raises UserError: only continuations are scored."""
@@ -168,66 +185,54 @@ class HarnessModel(TemplateLM):
         if batch:
             yield batch
 
-    def _reads(
-        self, windows: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool
-    ) -> Iterator[tuple[int, Read]]:
-        """The index of each window, (inputs, targets), with the predictions of its targets."""
+    def _predict_windows(
+        self, windows: Sequence[Window], disable_tqdm: bool
+    ) -> Iterator[tuple[int, Predictions]]:
+        """The index of each window with the predictions of its targets, batch by batch."""
         with tqdm(total=len(windows), desc="Scoring", disable=disable_tqdm or None) as bar:
-            for batch in self._batches([inputs for inputs, _ in windows]):
-                inputs, targets = zip(*(windows[number] for number in batch))
-                yield from zip(batch, self._read(inputs, targets))
+            for batch in self._batches([window.inputs for window in windows]):
+                yield from zip(batch, self._predict([windows[number] for number in batch]))
                 bar.update(len(batch))
 
     @torch.no_grad()
-    def _read(self, inputs: Sequence[list[int]], targets: Sequence[list[int]]) -> list[Read]:
-        """The predictions of the targets of each row.
-
-        Args:
-            inputs: the symbols that the model reads, from the beginning of a text or of its window; the first
-                row is the longest.
-            targets: the symbols that are scored; the last one follows the last input of the row.
-        """
-        reads: list[list[Read]] = [[] for _ in inputs]
-        for number, start in enumerate(range(0, len(inputs[0]), self.chunk)):
-            rows = [
-                torch.tensor(row[start : start + self.chunk]) for row in inputs if len(row) > start
-            ]
+    def _predict(self, batch: Sequence[Window]) -> list[Predictions]:
+        """The predictions of the targets of each window; the first window must be the longest."""
+        scored: list[list[Tensor]] = [[] for _ in batch]  # features of each window
+        for number, start in enumerate(range(0, len(batch[0].inputs), self.chunk)):
+            # The windows that end before this chunk are the last
+            active = [window for window in batch if len(window.inputs) > start]
+            rows = [torch.tensor(window.inputs[start : start + self.chunk]) for window in active]
             tokens = collate_tokens(rows, self.dictionary.pad()).to(self.text_model.device)
-            chunk = {"chunk": number} if self.carries_context else {}
-            features = self.network(tokens, features_only=True, **chunk)[0]  # [B, T, C]
-            scored_features = []
-            scored: list[int] = []
-            sizes = []
-            # As the longest row is first, the rows that end before this chunk are the last
-            for x, row, source, target in zip(features, rows, inputs, targets):
-                # Where the target begins, in the chunk
-                first = len(source) - len(target) - start
-                begin = min(max(0, first), len(row))
-                scored_features.append(x[begin : len(row)])
-                scored += target[begin - first : len(row) - first]
-                sizes.append(len(row) - begin)
-            if not scored:
-                continue
-            read = self._output(
-                torch.cat(scored_features), torch.tensor(scored, device=features.device)
-            )
-            by_row = zip(reads, read.log_probs.split(sizes), read.likeliest.split(sizes))
-            for reads_of_row, log_probs, likeliest in by_row:
-                reads_of_row.append(Read(log_probs, likeliest))
-        return [Read(*map(torch.cat, zip(*reads_of_row))) for reads_of_row in reads]
+            if self.carries_context:
+                features = self.network(tokens, features_only=True, chunk=number)[0]  # [B, T, C]
+            else:
+                features = self.network(tokens, features_only=True)[0]
+            for window, window_features, parts in zip(active, features, scored):
+                # Of inputs </s> a b c with the targets c d, positions 2 and 3 are scored; in the chunk that
+                # starts at 2 they are 0 and 1
+                end = len(window.inputs) - start
+                begin = max(0, end - len(window.targets))
+                parts.append(window_features[begin:end].clone())  # a view would keep all features
+        targets = itertools.chain.from_iterable(window.targets for window in batch)
+        predictions = self._output(
+            torch.cat(list(itertools.chain.from_iterable(scored))),
+            torch.tensor(list(targets), device=self.text_model.device),
+        )
+        sizes = [len(window.targets) for window in batch]
+        by_window = zip(predictions.log_probs.split(sizes), predictions.likeliest.split(sizes))
+        return list(itertools.starmap(Predictions, by_window))
 
-    def _output(self, features: Tensor, targets: Tensor) -> Read:
+    def _output(self, features: Tensor, targets: Tensor) -> Predictions:
         """The predictions at n positions, from their features, [n, C], and the symbols that follow, [n]."""
         decoder = self.network.decoder
         step = max(1, _LOGITS // len(self.dictionary))
-        outputs = []
+        parts = []
         for x, target in zip(features.split(step), targets.split(step)):
             if decoder.adaptive_softmax is not None:
                 log_probs = decoder.adaptive_softmax.get_log_prob(x[None], None)[0]
             else:
                 logits = decoder.output_layer(x)
                 log_probs = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
-            outputs.append(
-                (log_probs.gather(1, target[:, None])[:, 0].cpu(), log_probs.argmax(-1).cpu())
-            )
-        return Read(*(torch.cat(parts) for parts in zip(*outputs)))
+            of_targets = log_probs.gather(1, target[:, None])[:, 0]
+            parts.append((of_targets.cpu(), log_probs.argmax(-1).cpu()))
+        return Predictions(*map(torch.cat, zip(*parts)))

@@ -279,7 +279,7 @@ def test_without_a_carried_context_windows_are_read(train, data, folder, arch, f
 def test_a_word_that_the_dictionary_lacks_is_counted_and_not_greedy(
     train, preprocess, tmp_path, monkeypatch
 ):
-    from moa_fairseq.experiments.inference.harness import Read
+    from moa_fairseq.experiments.inference.harness import Predictions
 
     (tmp_path / "train.txt").write_text("\n".join(sentences(120, 1)) + "\n")
     (tmp_path / "valid.txt").write_text("\n".join(sentences(20, 2)) + "\n")
@@ -297,7 +297,9 @@ def test_a_word_that_the_dictionary_lacks_is_counted_and_not_greedy(
         "<unk>",
         "on",
     ]
-    monkeypatch.setattr(harness, "_output", lambda x, target: Read(torch.zeros(len(x)), target))
+    monkeypatch.setattr(
+        harness, "_output", lambda x, target: Predictions(torch.zeros(len(x)), target)
+    )
     known, lacking = (SimpleNamespace(args=("the cat", word)) for word in (" sat", " zebra"))
     assert harness.loglikelihood([known, lacking]) == [(0.0, True), (0.0, False)]
     with pytest.raises(UserError, match="target_delimiter"):
