@@ -370,7 +370,7 @@ def test_the_command_writes_scores_where_compare_reads_them(
     assert main(["compare", str(run)]) == 0
     assert "LAMBADA" in capsys.readouterr().out
     task["text"].update(symbols=8, unknown=2, requests=4)
-    assert " 25.00%" in zero_shot._shown(record)
+    assert " 25.00%" in zero_shot._table_text(record)
 
 
 class WithLocalTasks(Executor):
