@@ -10,6 +10,7 @@ is that of transformers, where it is installed.
 """
 
 import argparse
+import copy
 import inspect
 import json
 import sys
@@ -143,7 +144,12 @@ def of_layers(
     tokens = model(prompt, caches)[:, -1:].argmax(-1)
     call = compiled(model, args) if way == "compiled" else model
 
+    of_prompt = copy.deepcopy(caches)
+
     def back() -> None:
+        if way == "growing":  # with a window it has dropped positions of the prompt meanwhile
+            caches[:] = copy.deepcopy(of_prompt)
+            return
         for cache in caches:
             cache.trim(min(length, int(cache.length)))
 

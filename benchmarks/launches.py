@@ -156,7 +156,9 @@ def stand_in() -> None:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, name, Proxy(name))
     # what a Hopper GPU takes
-    by_sorting = projection._SORTED._replace(unsupported_reason=projection._always)
+    by_sorting = projection._SORTED._replace(
+        unsupported_reason=projection._EVERY.unsupported_reason
+    )
     projection._WAYS = {**projection._WAYS, "grouped": (by_sorting,)}
     launch._processors = lambda tensor: PROCESSORS
     launch._cache_bytes = lambda tensor: CACHE

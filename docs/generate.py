@@ -143,7 +143,7 @@ def headlines(comparison: Comparison) -> str:
             lines.append({**size, "model": model, "arch": f"`{row.arch}`"})
     columns = [Column("model", "Model"), Column("arch", "Architecture")]
     columns += [Column("paper", "Parameters printed", ">"), Column("ours", "counted", ">")]
-    return Table(columns, lines).text(markdown=True)
+    return Table(columns, lines).markdown()
 
 
 def experiments(comparison: Comparison) -> str:

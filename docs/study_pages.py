@@ -254,9 +254,9 @@ def grid(head: list[str], lines: list[list[str]]) -> str:
         lines: a text for each column.
     """
     columns = [Column(str(place), text) for place, text in enumerate(head)]
-    return Table(columns, [dict(zip(map(str, range(len(head))), line)) for line in lines]).text(
-        markdown=True
-    )
+    return Table(
+        columns, [dict(zip(map(str, range(len(head))), line)) for line in lines]
+    ).markdown()
 
 
 def _report_of(name: str) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Step:
         ready: a function that prepares a folder with content for resuming in it.
         conditions: conditions for `provenance`, such as the hardware; or a function that returns them when
             the step begins.
+        upgrade: a function that converts an entry of state.json by an earlier version into today's form.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Step:
     goal: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ready: Callable[[], None] = lambda: None
     conditions: Inputs = dataclasses.field(default_factory=dict)
+    upgrade: Callable[[Record], Record] = lambda record: record
 
     @property
     def begun(self) -> bool:
@@ -138,7 +140,8 @@ def make(
                 facts[step.name] = _make_one(step, folder, executor, commands, prefix)
             elif step.in_place:
                 records = read_step_records(folder)
-                _refuse_others(step, records.get(step.name, {}), _resolved(step, records))
+                record = step.upgrade(records.get(step.name, {}))
+                _refuse_others(step, record, _resolved(step, records))
     return facts
 
 
@@ -151,7 +154,7 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
     """
     records = read_step_records(folder)
     inputs = _resolved(step, records)
-    record = records.get(step.name, {})
+    record = step.upgrade(records.get(step.name, {}))
     if _is_done(step, record, inputs, folder):
         log.info("%s: done before (%s)", step.name, step.output)
         return record["facts"]

@@ -110,11 +110,13 @@ def _analyze_model(args: argparse.Namespace) -> Any:
     checkpoint, data = checkpoint_and_data(args.model, args.data)
     model, task = load_trained(checkpoint, data)
     args.data = data or Path(task.cfg.data)
+    if args.json:  # now, because a training may replace the file meanwhile
+        digest = checksum(checkpoint)
     analysis = args.analyze(args, model, task)
     if not args.json:
         return analysis
     origin = {"checkpoint": str(checkpoint)}
     if "subset" in args:
         origin["subset"] = args.subset
-    origin.update({"checkpoint_sha256": checksum(checkpoint), "data": str(args.data)})
+    origin.update({"checkpoint_sha256": digest, "data": str(args.data)})
     return analysis._replace(report=origin | analysis.report)

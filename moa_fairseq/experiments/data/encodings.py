@@ -58,7 +58,10 @@ def encoding_remedy(path: Path) -> str:
     guess = guesses.get("cp1252") or next(iter(guesses.values()))
     name = codecs.lookup(guess.encoding).name.upper().replace("_", "-")  # iso8859-1, not latin_1
     name = name.replace("-LE", "LE").replace("-BE", "BE")  # iconv's spelling of UTF-16
-    words = re.search(r".{0,20}[^\x00-\x7f].{0,20}|.{1,20}", str(guess))
+    text = str(guess)
+    words = re.search(r"[^\r\n]{0,20}[^\x00-\x7f][^\r\n]{0,20}", text) or re.search(
+        r".{1,20}", text
+    )
     command = pipe_command(path, f"iconv -f {name} -t utf-8")
     return (
         f"Its encoding may be {name}, which gives {words and words[0]!r}. If that text is wrong, write "

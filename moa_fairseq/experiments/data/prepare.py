@@ -129,12 +129,20 @@ _KINDS: dict[str, Callable[[PreparationJob], list[Step]]] = {
 
 def content_digest(source: Path) -> str:
     """A digest of a binarised folder's content, which is the same for equal data in any folder."""
+    return fingerprint_of({path.name: checksum(path) for path in _binarised_files(source)})
+
+
+def size_digest(source: Path) -> str:
+    """A digest of the file sizes alone, by which 0.1.0 identified a given binarised folder."""
+    sizes = {path.name: path.stat().st_size for path in _binarised_files(source)}
+    return fingerprint_of("given", sizes)
+
+
+def _binarised_files(source: Path) -> list[Path]:
+    """The files that a digest covers."""
     folder = source / INPUT if is_classification(source) else source
-    digests = {}
-    for path in folder.glob("*.*"):
-        if path.suffix in (".bin", ".idx", ".txt") and path.is_file():
-            digests[path.name] = checksum(path)
-    return fingerprint_of(digests)
+    paths = [path for path in folder.glob("*.*") if path.suffix in (".bin", ".idx", ".txt")]
+    return list(filter(Path.is_file, paths))
 
 
 # Keys of a data section that older versions did not have, with the values that give the older versions' data.

@@ -18,7 +18,7 @@ from moa_fairseq.experiments.data.catalogue import SENTENCEPIECE, datasets
 from moa_fairseq.experiments.data.gpt2_files import ENCODER, VOCAB
 from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
-from moa_fairseq.experiments.data.prepare import content_digest
+from moa_fairseq.experiments.data.prepare import content_digest, size_digest
 from moa_fairseq.experiments.make import STATE, read_step_records
 from moa_fairseq.experiments.records.json_files import MAPPING, TEXT, check_kinds, write_json
 from moa_fairseq.files import checksum, refuse_irregular, refuse_link_out
@@ -301,8 +301,9 @@ def _has_fingerprint(data: Path, fingerprint: str) -> bool:
     """Whether data has this fingerprint: by its records, or its content if it was binarised elsewhere."""
     records = read_step_records(data.parent)
     record = records.get(BINARISED) or records.get(f"{BINARISED}-{LABEL}")
-    found = record.get("fingerprint") if record else content_digest(data)
-    return found == fingerprint
+    if record:
+        return bool(record.get("fingerprint") == fingerprint)
+    return fingerprint in (content_digest(data), size_digest(data))
 
 
 def warn_of_unverified(names: list[str], checkpoint: Path, data: Path) -> None:

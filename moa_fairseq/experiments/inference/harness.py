@@ -16,7 +16,7 @@ from moa_fairseq.experiments.inference.text_model import TextModel
 
 _LOGITS = 1 << 25  # the largest number of logits in memory at once
 _UNSUPPORTED = (
-    "A task of --tasks generates text or scores whole texts (output_type generate_until or "
+    "The task {} of --tasks generates text or scores whole texts (output_type generate_until or "
     "loglikelihood_rolling), but only tasks that compare given answers are supported. Leave it out."
 )
 
@@ -142,11 +142,11 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Raises UserError: only continuations are scored."""
-        raise UserError(_UNSUPPORTED)
+        raise UserError(_UNSUPPORTED.format(requests[0].task_name))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Raises UserError: only continuations are scored."""
-        raise UserError(_UNSUPPORTED)
+        raise UserError(_UNSUPPORTED.format(requests[0].task_name))
 
     def text_facts(self, requests: Sequence[tuple[str, str]]) -> dict[str, int]:
         """Counts of a task's symbols in the segmentation of the model.

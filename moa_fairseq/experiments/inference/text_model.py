@@ -239,7 +239,7 @@ def hypotheses(
             continue
         try:
             symbols[number] = _encode(model, line, longest)
-        except UserError as error:  # the line is too long, or not UTF-8
+        except UserError as error:  # too long, not UTF-8, or with a symbol such as <pad>
             log.warning("line %d is skipped: %s", number, error)
             symbols[number] = torch.empty(0, dtype=torch.long)
     sources = list(filter(len, symbols.values()))

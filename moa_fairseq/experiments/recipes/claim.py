@@ -15,7 +15,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Dataset, datasets
 from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.make import read_step_records
-from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe
+from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe, upgrade_training
 from moa_fairseq.experiments.records.json_files import Values, changes, selected
 
 _FREE = ("max_tokens", "headline", "seed")  # settings that do not change the experiment
@@ -45,7 +45,7 @@ def settings_made(folder: Path, recipe: Recipe) -> Values:
         The settings; for a damaged state.json a value that no recipe has.
     """
     records = read_step_records(folder)
-    train = records.get("train", {})
+    train = upgrade_training(records.get("train", {}))
     try:
         return _settings_of_records(records, train, recipe)
     except (AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json

@@ -10,7 +10,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.recipes.batch import BatchPlan, measured_size, planned_updates
 from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe
-from moa_fairseq.experiments.scoring.chains import tokenizer_for
+from moa_fairseq.experiments.scoring.chains import SACREBLEU, tokenizer_for
 
 # Flags that name files to read, by section. Those of "train" are read only at the first start of a training.
 _FILES = {
@@ -138,7 +138,9 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
     for key, problem in missing_checkpoints(recipe, updates, per_epoch):
         raise UserError(f"{key}: {problem}")
     if recipe.kind == TRANSLATION and recipe.score:
-        tokenizer_for(recipe.data.target or "", recipe.score.flags.get("sacrebleu-tokenizer"))
+        flags = recipe.score.flags
+        if recipe.data.running_text or SACREBLEU in (flags.get("chain") or SACREBLEU):
+            tokenizer_for(recipe.data.target or "", flags.get("sacrebleu-tokenizer"))
     if recipe.score and recipe.score.headline == "masked_lm_word_ppl":
         counted = read_manifest(data).get("splits") or {}
         missing = [name for name in recipe.score.subsets if name not in counted]

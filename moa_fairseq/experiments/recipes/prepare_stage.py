@@ -9,12 +9,13 @@ from typing import Any
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared, is_binarised
 from moa_fairseq.experiments.data.obtain import require_source
-from moa_fairseq.experiments.data.prepare import LATER, Preparation, prepared_folder
+from moa_fairseq.experiments.data.prepare import LATER, Preparation, prepared_folder, size_digest
 from moa_fairseq.experiments.make import (
     COMMANDS,
     Step,
     keep_command,
     make,
+    read_step_records,
     write_step_record,
 )
 from moa_fairseq.experiments.recipes.checkpoints import prepare_facts, prepared_data
@@ -51,6 +52,10 @@ def prepare(run: Run, executor: Executor) -> Prepared:
         depends_on = list(job.settings)
     else:
         depends_on = list(BINARISED_KEYS)
+        inputs = read_step_records(run.folder).get("train", {}).get("inputs") or {}
+        sizes = size_digest(prepared.folder)
+        if inputs.get("data") == sizes:  # recorded by 0.1.0
+            prepared = dataclasses.replace(prepared, fingerprint=sizes)
     facts = {
         "folder": str(prepared.folder.resolve()),
         "sentences": prepared.sentences,

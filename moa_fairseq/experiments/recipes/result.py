@@ -37,7 +37,7 @@ def maker(folder: Path, recipe: Recipe, checkpoints: Path | None = None) -> Valu
         checkpoints: the folder of checkpoints, for an unfinished training.
 
     Returns:
-        The records by `provenance` of all sessions, combined.
+        The records by `provenance` of all sessions, combined; {} if an earlier version made the run.
     """
     name = "train"
     if recipe.finetune == "noft" and recipe.subsets:
@@ -132,7 +132,7 @@ def _values(
         "evaluation": scores[subset].get("meta", {}).get("evaluation"),
         "seed": recipe.train.seed,
     }
-    values |= selected(maker(run.folder, run.recipe), ("hardware", *_MAKER))
+    values |= selected(_made_by(run, trained), ("hardware", *_MAKER))
     values["commits"] = _commits(run, records)
     for key in ("row", "differences", "zero_shot", LEFT_OUT, "updated_parameters"):
         if values[key] in (None, "", [], {}):
@@ -142,6 +142,13 @@ def _values(
 
 def _training_facts(records: Mapping[str, Any]) -> Values:
     return records.get("train", {}).get("facts") or {}
+
+
+def _made_by(run: Run, trained: Mapping[str, Any]) -> Values:
+    """The provenance of a run; an earlier version recorded the hardware among the facts of the training."""
+    made_by = maker(run.folder, run.recipe)
+    made_by.setdefault("hardware", trained.get("hardware"))
+    return made_by
 
 
 def _score_files(run: Run) -> dict[str, Path]:
@@ -179,7 +186,7 @@ def _record_speed(run: Run, summary: Mapping[str, Any], records: Mapping[str, An
     assert run.options.record
     work = workload(run.recipe, run.prepared.folder)
     trained = _training_facts(records)
-    made_by = maker(run.folder, run.recipe)
+    made_by = _made_by(run, trained)
     row: Values = {"experiment": run.recipe.experiment}
     row |= selected(made_by, ("hardware", "precision"))
     row["tokens_per_second"] = summary["tokens_per_second"]

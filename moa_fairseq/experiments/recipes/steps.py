@@ -34,6 +34,7 @@ from moa_fairseq.experiments.recipes.schema import (
     Average,
     Generate,
     Score,
+    upgrade_training,
 )
 from moa_fairseq.experiments.recipes.scores import scores_in
 from moa_fairseq.experiments.recipes.train_log import TrainLog
@@ -115,6 +116,7 @@ class _Training:
             goal=self.run.recipe.goal,
             ready=self.check_resumption,
             conditions=self.conditions,
+            upgrade=upgrade_training,
         )
 
     def flags(self) -> Values:

@@ -64,7 +64,7 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
             _add(sums, leaders, model)
         else:
             leaders = shared_storage(model)
-            for leader in set(leaders.values()):
+            for leader in dict.fromkeys(leaders.values()):
                 sums[leader] = _widened(model[leader], copy=True)
         del model  # so that only one model is in memory, besides the sums
         seed = _seed(state)

@@ -7,7 +7,8 @@
   moa-fairseq score --masked-lm average.pt --data data/wikitext103/binarised
   moa-fairseq score --classifier checkpoint_best.pt --data data/listops/binarised
 
-BLEU is printed by three chains; --chain prints only the named ones, --also prints more (both repeatable):
+Without --chain, BLEU is printed by the first three of these chains; --chain prints only the named
+ones, --also prints more (both repeatable):
 
   multi-bleu      Moses' multi-bleu.perl on the tokens: the number of most papers before 2018. Where the
                   text was tokenised with split hyphens (`tokenizer.perl -a`: MoA's WMT14 recipes), plain

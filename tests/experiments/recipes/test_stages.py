@@ -18,6 +18,7 @@ from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data import catalogue
 from moa_fairseq.experiments.data.binarised import check_stem
+from moa_fairseq.experiments.data.prepare import size_digest
 from moa_fairseq.experiments.make import read_step_records
 from moa_fairseq.experiments.recipes import checkpoints, command, running
 from moa_fairseq.experiments.recipes.hardware import Hardware
@@ -357,10 +358,15 @@ def test_a_result_names_the_commit_of_its_training(go, tmp_path, monkeypatch):
     }
     state = tmp_path / "runs" / "small" / "state.json"
     known = json_of(state)
-    del known["train"]["made_by"]
+    del known["train"]["made_by"]  # as an earlier version left it
+    known["train"]["facts"]["hardware"] = "an abacus"
     state.write_text(json.dumps(known))
     values = json_of(go()[1])
-    assert (values["commit"], values["versions"], values["hardware"]) == (None, None, None)
+    assert (values["commit"], values["versions"], values["hardware"]) == (
+        None,
+        None,
+        "an abacus",
+    )
 
 
 def test_a_training_does_not_go_on_with_text_of_another_content(go, tmp_path):
@@ -371,16 +377,14 @@ def test_a_training_does_not_go_on_with_text_of_another_content(go, tmp_path):
     binarised.write_bytes(bytes(byte ^ 1 for byte in text))
     with pytest.raises(UserError, match=r"data: \w+ → \w+.*--restart"):
         go("train.max_epoch=4", stage="train")
-    binarised.write_bytes(text)
-    # Data that was prepared again may have the same fingerprint
+    # an older version knew the data by the sizes of its files, and its training by the content
     state = tmp_path / "runs" / "small" / "state.json"
-    known = state.read_text()
-    trained = json.loads(known)
-    trained["train"]["made_by"][0]["data"] = "0" * 16
-    state.write_text(json.dumps(trained))
+    known = json_of(state)
+    known["train"]["inputs"]["data"] = size_digest(tmp_path / "bin")
+    state.write_text(json.dumps(known))
     with pytest.raises(UserError, match=r"another content.*--data.*--restart"):
         go("train.max_epoch=4", stage="train")
-    state.write_text(known)
+    binarised.write_bytes(text)
     go("train.max_epoch=4", stage="train")
 
 
@@ -554,19 +558,21 @@ def test_a_training_without_its_optimizer_does_not_go_on(go):
     go(flag, "train.max_epoch=4", restart=True)
 
 
-def test_a_training_that_counts_other_flags_is_refused_and_the_remedy_works(go, tmp_path):
-    """As versions before 0.1.0 did."""
+def test_a_run_of_an_earlier_version_is_known(go, tmp_path):
+    """Which counted more flags among what a training is."""
     flags = ["train.flags.save-interval-updates=7", "train.flags.patience=3"]
     go(*flags)
     path = tmp_path / "runs" / "small" / "state.json"
     state = json_of(path)
-    state["train"]["inputs"]["train"]["flags"]["patience"] = 3
+    state["train"]["inputs"]["train"]["flags"].update(
+        {"save-interval-updates": 7, "patience": 3}
+    )
+    del state["train"]["goal"]["patience"], state["train"]["facts"]["save-interval-updates"]
     path.write_text(json.dumps(state))
     FakeExecutor.programs()
-    with pytest.raises(UserError, match=r"patience.*--restart"):
-        go(*flags)
+    go(*flags)
     assert FakeExecutor.programs() == []
-    go(*flags, restart=True)
+    go(*flags, "train.flags.patience=4")  # which may go further
     assert FakeExecutor.programs() == ALL
 
 
