@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import regex
@@ -16,7 +17,7 @@ from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data import pieces
+from moa_fairseq.experiments.data import parallel_text, pieces
 from moa_fairseq.experiments.data.catalogue import Cleaning, HoldOut, datasets
 from moa_fairseq.experiments.data.encodings import encoding_remedy
 from moa_fairseq.experiments.data.gpt2_files import encode_texts
@@ -501,3 +502,20 @@ def test_equals_perl(tmp_path, rules):
         if not isinstance(result, str)
     ]
     assert ours == list(zip(*sides)) and 0 < len(ours) < len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("first", "rest", "calls"),
+    [
+        (b"abc", [], 0),  # the whole last line, without its end
+        (b"abc\n", [], 0),
+        (b"abcde", [b"fg"], 1),
+        (b"abcde", [b"fghij", b"\n"], 2),
+        (b"abcde", [b""], 1),
+    ],
+)
+def test_no_byte_behind_the_end_of_a_bad_line_is_read(first, rest, calls):
+    stream = Mock()
+    stream.readline.side_effect = [*rest, AssertionError("read behind the end")]
+    parallel_text._skip_line(stream, first, most=4)
+    assert stream.readline.call_count == calls
