@@ -53,7 +53,7 @@ def base(tmp_path):
 
 @pytest.mark.thorough
 def test_the_torch_of_a_virtual_environment_is_shared(project, base, tmp_path):
-    """An environment made from an environment sees the system's packages, not that one's."""
+    """An environment that another one's Python makes has the system's packages only."""
     (site,) = (tmp_path / "base").glob("lib/python*/site-packages")
     (site / "torch").mkdir()
     (site / "torch" / "__init__.py").write_text("__version__ = '2.11.0+cu130'")
@@ -146,7 +146,7 @@ def environment_without_pip(place):
     ],
 )
 def test_setup_deletes_nothing_that_it_did_not_make(project, make, flag):
-    """What it does not take for its own is named and stays, and an environment without pip gets one."""
+    """A folder that it did not make stays, and the error names it. An environment without pip gets pip."""
     place = project / f".venv{''.join(flag)[1:]}"
     make(place)
     before = {path for path in project.rglob("*") if path.is_symlink() or path.is_file()}

@@ -1,4 +1,4 @@
-"""GroupedQueryExperts beside its equations (test_equations.py): MoA in it, refusals."""
+"""GroupedQueryExperts as MoA, and its refusals. test_equations.py has its equations."""
 
 import equations
 import pytest

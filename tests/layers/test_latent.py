@@ -1,4 +1,4 @@
-"""Latent attention beside its equations (test_equations.py): sizes, steps, what a call refuses."""
+"""Latent attention: sizes, steps, refused calls. test_equations.py has its equations."""
 
 import pytest
 import torch

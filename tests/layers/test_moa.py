@@ -1,4 +1,4 @@
-"""MixtureOfAttention beside its equations (test_equations.py): weights, padding, products, biased choice."""
+"""MixtureOfAttention: weights, padding, products, biased choice. test_equations.py has its equations."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""MixtureOfHeads beside its equations (test_equations.py): dense attention, skipped heads, query norms."""
+"""MixtureOfHeads: dense attention, skipped heads, query norms. test_equations.py has its equations."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""NativeMixtureOfHeads beside its equations (test_equations.py): MoA in it, who sees whom, cost, refusals."""
+"""NativeMixtureOfHeads: as MoA, masks, cost, refusals. test_equations.py has its equations."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""SwitchHeadAttention beside its equations (test_equations.py): decisions, dropped experts, refusals."""
+"""SwitchHeadAttention: decisions, dropped experts, refusals. test_equations.py has its equations."""
 
 import pytest
 import torch

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--untrained",
         type=int,
         metavar="SEED",
-        help="draw the gates' weights anew, as in a new model: shows untrained gates on the same inputs",
+        help="draw new weights for the gates, to see untrained gates on the same inputs",
     )
 
 

@@ -248,7 +248,7 @@ def run_copy_of(checkpoint: Path) -> Path | None:
 
 
 def unverified_text_files(checkpoint: Path, data: Path, named: bool) -> list[str]:
-    """Check data's text files against those of a model's training, as far as the training has a record.
+    """Compare data's text files with those that a model's training recorded.
 
     Args:
         checkpoint: the model's checkpoint, in its run folder or elsewhere.

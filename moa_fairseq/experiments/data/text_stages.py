@@ -218,7 +218,7 @@ def _check_split(split: Split, output: _Output, read: int) -> None:
     if sum(bad.values()) > MOST_BAD * read:
         reasons = ", ".join(f"{count:,} with {reason}" for reason, count in bad.items())
         raise UserError(
-            f"{files}: of {read:,} pairs of lines, too many are not text ({reasons}). "
+            f"{files}: too many of {read:,} pairs of lines are not text ({reasons}). "
             f"{_first_bad_line(split)}"
         )
     if not output.lines:

@@ -15,7 +15,13 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Dataset, datasets
 from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.make import read_step_records
-from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe, upgrade_training
+from moa_fairseq.experiments.recipes.schema import (
+    INTERVAL,
+    STOP_FLAGS,
+    TRANSLATION,
+    Recipe,
+    computation_flags,
+)
 from moa_fairseq.experiments.records.json_files import Values, changes, selected
 
 _FREE = ("max_tokens", "headline", "seed")  # settings that do not change the experiment
@@ -32,6 +38,35 @@ def settings(recipe: Recipe) -> Values:
     return _settings(
         recipe.training_inputs, recipe.goal, count, recipe.averaged_interval, evaluation, scoring
     )
+
+
+def upgrade_training(entry: Mapping[str, Any]) -> Values:
+    """Move what earlier versions counted among a training's inputs to its facts and its goal.
+
+    Args:
+        entry: the training's entry in state.json, in which a damaged file has values of any type.
+
+    Returns:
+        The entry in today's form.
+    """
+    if not isinstance(entry.get("inputs"), dict):
+        return dict(entry)
+    inputs = dict(entry["inputs"])
+    facts = entry.get("facts")
+    facts = dict(facts) if isinstance(facts, dict) else {}
+    stops: Values = {}
+    for name in ("model", "train"):
+        section: Any = inputs.get(name)
+        flags = section.get("flags") if isinstance(section, dict) else None
+        if not isinstance(flags, dict):
+            continue
+        inputs[name] = section | {"flags": computation_flags(flags)}
+        stops.update({key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None})
+        if INTERVAL in flags:
+            facts.setdefault(INTERVAL, flags[INTERVAL])
+    goal = entry.get("goal")
+    stops.update(goal if isinstance(goal, dict) else {})
+    return dict(entry, inputs=inputs, facts=facts, goal=stops)
 
 
 def settings_made(folder: Path, recipe: Recipe) -> Values:

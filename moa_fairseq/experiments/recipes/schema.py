@@ -342,7 +342,7 @@ class Recipe:
         model = dataclasses.asdict(self.model)
         train = dataclasses.asdict(self.train)
         for section in (model, train):
-            section["flags"] = _computation_flags(section["flags"])
+            section["flags"] = computation_flags(section["flags"])
         for key in (*EXECUTION_KEYS, "max_epoch", "max_update"):
             del train[key]
         return {"model": model, "train": train}
@@ -374,36 +374,7 @@ class Recipe:
         return list(dict.fromkeys(["train", "valid", *self.subsets]))
 
 
-def _computation_flags(flags: Mapping[str, Any]) -> Dict[str, Any]:
+def computation_flags(flags: Mapping[str, Any]) -> Dict[str, Any]:
     """The flags that decide what a training computes, except its end."""
     left_out = (*EXECUTION_FLAGS, *STOP_FLAGS)
     return {key: value for key, value in flags.items() if key not in left_out}
-
-
-def upgrade_training(entry: Mapping[str, Any]) -> Dict[str, Any]:
-    """Move what earlier versions counted among a training's inputs to its facts and its goal.
-
-    Args:
-        entry: the training's entry in state.json, in which a damaged file has values of any type.
-
-    Returns:
-        The entry in today's form.
-    """
-    if not isinstance(entry.get("inputs"), dict):
-        return dict(entry)
-    inputs = dict(entry["inputs"])
-    facts = entry.get("facts")
-    facts = dict(facts) if isinstance(facts, dict) else {}
-    stops: Dict[str, Any] = {}
-    for name in ("model", "train"):
-        section: Any = inputs.get(name)
-        flags = section.get("flags") if isinstance(section, dict) else None
-        if not isinstance(flags, dict):
-            continue
-        inputs[name] = section | {"flags": _computation_flags(flags)}
-        stops.update({key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None})
-        if INTERVAL in flags:
-            facts.setdefault(INTERVAL, flags[INTERVAL])
-    goal = entry.get("goal")
-    stops.update(goal if isinstance(goal, dict) else {})
-    return dict(entry, inputs=inputs, facts=facts, goal=stops)

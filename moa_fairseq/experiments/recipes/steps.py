@@ -21,6 +21,7 @@ from moa_fairseq.experiments.recipes.checkpoints import (
     complete_the_last,
     is_whole,
 )
+from moa_fairseq.experiments.recipes.claim import upgrade_training
 from moa_fairseq.experiments.recipes.hardware import precision_name
 from moa_fairseq.experiments.recipes.run import Run
 from moa_fairseq.experiments.recipes.schema import (
@@ -34,7 +35,6 @@ from moa_fairseq.experiments.recipes.schema import (
     Average,
     Generate,
     Score,
-    upgrade_training,
 )
 from moa_fairseq.experiments.recipes.scores import scores_in
 from moa_fairseq.experiments.recipes.train_log import TrainLog

@@ -199,7 +199,7 @@ def check_text(
         raise UserError(
             f"{name} of {workspace.study.study} was trained on data of the digest {recorded}, and "
             f"--data {workspace.data} has {digest}: all runs of a study need one text. Name the data of that "
-            f"run with --data{remedy}. To begin anew, give other folders to --runs and --records."
+            f"run with --data{remedy}. To start over, give other folders to --runs and --records."
         )
 
 
