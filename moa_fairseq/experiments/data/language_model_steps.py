@@ -1,5 +1,6 @@
 """The steps of running text, for causal and for masked language models."""
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -15,6 +16,7 @@ from moa_fairseq.experiments.data.gpt2_files import (
     ENCODER,
     OTHER_DICTIONARY,
     VOCAB,
+    Gpt2Files,
     encode_texts,
     obtain_gpt2_files,
 )
@@ -28,123 +30,107 @@ from moa_fairseq.experiments.records.json_files import Values, write_json
 log = logging.getLogger(__name__)
 
 
-def language_modeling_steps(job: PreparationJob) -> list[Step]:
-    """The steps of text with a vocabulary of its own: (model →) text (→ binarised)."""
-    return LanguageModelPreparation(job).steps()
-
-
 class LanguageModelPreparation:
-    """The steps of running text with a vocabulary of its own.
+    """The steps of text with a vocabulary of its own: (model →) text (→ binarised) → manifest.
 
     Args:
         job: the data section of the recipe, and the files of the data set.
     """
 
     def __init__(self, job: PreparationJob):
+        data = job.data
+        settings = job.settings
         self.job = job
-        self.data = job.data
+        self.data = data
         self.model = job.root / "model"
-        self.learning = dict(pieces.LANGUAGE_MODEL)
-        if self.data.released_pieces:
-            self.learning = dict(pieces.RELEASED)
-        if job.settings.get("character_coverage"):
-            self.learning["character_coverage"] = job.settings["character_coverage"]
-        self.count = job.settings.get("bpe") or self.data.pieces
-        self.most = dict(self.data.tokens)
-        if job.settings.get("tokens"):
-            self.most["train"] = job.settings["tokens"]
+        self.num_pieces = settings.get("bpe") or data.pieces
+        self.piece_settings = dict(
+            pieces.RELEASED if data.released_pieces else pieces.LANGUAGE_MODEL
+        )
+        if settings.get("character_coverage"):
+            self.piece_settings["character_coverage"] = settings["character_coverage"]
+        self.max_tokens = dict(data.tokens)  # split → number; {} for the whole text
+        if settings.get("tokens"):
+            self.max_tokens["train"] = settings["tokens"]
         self.is_announced = False
 
     def steps(self) -> list[Step]:
         """All steps in their order, the manifest included."""
-        text_inputs: Values = {}
+        used = self._checksums
         steps = []
         if self.data.encoder == "sentencepiece":
-            model_inputs: Values = {"pieces": self.count}
-            # Older versions did not count the settings of released pieces as an input
-            if not self.data.released_pieces:
-                model_inputs["settings"] = self.learning
-            inputs = functools.partial(self._inputs, model_inputs)
-            steps.append(Step("model", self.model, self.learn, inputs, used=self._digests))
-            text_inputs["model"] = steps[0]
-        if self.data.tokens:
-            text_inputs["tokens"] = self.most
-        inputs = functools.partial(self._inputs, text_inputs)
-        steps.append(Step("text", self.job.root / "text", self.write, inputs, used=self._digests))
+            inputs = self._model_inputs
+            steps.append(Step("model", self.model, self.learn_pieces, inputs, used=used))
+        inputs = functools.partial(self._text_inputs, *steps)
+        steps.append(Step("text", self.job.root / "text", self.write_text, inputs, used=used))
         if self.data.encoder != "none":
             steps.append(self.job.binarise(steps[-1], self.data.subsets))
-        settings = {"tokens": self.most} if self.most else {}
+        settings = {"tokens": self.max_tokens} if self.max_tokens else {}
         return [*steps, self.job.manifest(steps[-1], **settings)]
 
-    def learn(self, new: Path) -> Values:
+    def learn_pieces(self, new: Path) -> Values:
         """Learn the SentencePiece model. Returns its facts and settings."""
-        log.info("learning %s SentencePiece pieces", f"{self.count:,}")
+        log.info("learning %s SentencePiece pieces", f"{self.num_pieces:,}")
         data = self.data
         job = self.job
-        if data.tokens:
+        facts: Values = {"settings": self.piece_settings}
+        if self.max_tokens:
             self._announce()
-            first_parts = job.parts["train"][: data.learn_on]
-            texts = list(map(job.text_file, first_parts))
+            parts = job.parts["train"][: data.learn_on]
+            texts = list(map(job.text_file, parts))
+            facts["train"] = {"files": {part.name: job.digest(part) for part in parts}}
         else:
             texts = job.texts["train"]
-        lines = itertools.chain.from_iterable(text.lines() for text in texts)
-        model = new / pieces.MODEL
-        facts: Values = pieces.learn(
-            lines,
+        counts = pieces.learn(
+            itertools.chain.from_iterable(text.lines() for text in texts),
             texts[0].path,
-            self.count,
-            model,
+            self.num_pieces,
+            new / pieces.MODEL,
             released=data.released_pieces,
             fixed=not data.bring,
-            **self.learning,
+            **self.piece_settings,
         )
-        if facts["left_out"]:
+        if counts["left_out"]:
             log.warning(
-                f"SentencePiece did not learn from {facts['left_out']:,} of {facts['lines']:,} lines, which "
-                f"have more than {pieces.LONGEST:,} bytes: SwitchHead's release does the same "
+                f"SentencePiece did not learn from {counts['left_out']:,} of {counts['lines']:,} lines, "
+                f"which have more than {pieces.LONGEST:,} bytes: SwitchHead's release does the same "
                 "(docs/defaults.md)"
             )
-        facts["settings"] = self.learning
-        if data.tokens:
-            facts["train"] = {"files": {part.name: job.digest(part) for part in first_parts}}
-        return facts
+        return facts | counts
 
-    def write(self, new: Path) -> Values:
+    def write_text(self, new: Path) -> Values:
         """Write the text of each split in symbols."""
         job = self.job
         if self.data.encoder == "bytes":
             facts = monolingual.write_bytes(job.texts, self.data.byte_splits, new)
-        elif self.data.tokens:
-            facts = self._grow(new)
+        elif self.max_tokens:
+            facts = self._write_first_tokens(new)
         elif self.data.encoder == "sentencepiece":
             facts = monolingual.write_pieces(job.texts, self.model / pieces.MODEL, new, job.workers)
         else:
             facts = monolingual.write_lines(job.texts, new)
         for split, fact in facts.items():
-            counts = []
-            for unit in ("lines", "tokens", "bytes", "parts"):
-                if unit in fact:
-                    counts.append(f"{fact[unit]:,} {unit}")
+            units = ("lines", "tokens", "bytes", "parts")
+            counts = [f"{fact[unit]:,} {unit}" for unit in units if unit in fact]
             if "longest" in fact:
                 counts.append(f"the longest line has {fact['longest']:,} bytes")
             log.info("%s: %s", split, ", ".join(counts))
         return facts
 
-    def _grow(self, new: Path) -> Values:
+    def _write_first_tokens(self, new: Path) -> Values:
         """Write the first tokens of each split, as many as are requested."""
         self._announce()
         job = self.job
         growing = job.root / "growing"  # survives an interruption, unlike the step's own folder
-        model = self.model / pieces.MODEL
         facts = {}
         for split, parts in job.parts.items():
             facts[split] = monolingual.grow_pieces(
                 parts,
                 job.text_file,
                 job.digest,
-                model,
+                self.model / pieces.MODEL,
                 growing / split,
-                self.most[split],
+                self.max_tokens[split],
                 job.workers,
             )
         new.mkdir()
@@ -153,81 +139,115 @@ class LanguageModelPreparation:
         shutil.rmtree(growing)
         return facts
 
-    def _inputs(self, more: Mapping[str, Any]) -> Values:
-        """What a step depends on, except for files that are only known after they were read."""
-        inputs: Values = {"encoder": self.data.encoder}
-        if self.data.tokens:  # many files, fetched only as needed: see `_digests`
-            inputs["files"] = self.data.name
-        else:
-            inputs.update(texts=self.job.text_inputs(), splits=dict(self.data.byte_splits))
-        inputs.update(more)
+    def _announce(self) -> None:
+        """Print the terms and the size of the text, and check the disk, unless done before."""
+        if self.is_announced:
+            return
+        before_growth(self.data, self.job.store, sum(self.max_tokens.values()), self.job.root)
+        self.is_announced = True
+
+    def _model_inputs(self) -> Values:
+        """What the SentencePiece model depends on."""
+        inputs = self._source_inputs() | {"pieces": self.num_pieces}
+        # Older versions did not count the settings of released pieces as an input
+        if not self.data.released_pieces:
+            inputs["settings"] = self.piece_settings
         return inputs
 
-    def _digests(self, facts: Mapping[str, Any] | None, recount: bool) -> Values:
-        """The checksums of the files that were read, computed again (recount) if the files still exist."""
+    def _text_inputs(self, *models: Step) -> Values:
+        """What the text depends on, among it the SentencePiece model if there is one."""
+        inputs = self._source_inputs()
+        for model in models:
+            inputs["model"] = model
+        if self.max_tokens:
+            inputs["tokens"] = self.max_tokens
+        return inputs
+
+    def _source_inputs(self) -> Values:
+        """The encoder and the files of the text; see `_checksums` for files fetched only if needed."""
+        inputs: Values = {"encoder": self.data.encoder}
+        if self.max_tokens:
+            return inputs | {"files": self.data.name}
+        texts = self.job.text_inputs()
+        return inputs | {"texts": texts, "splits": dict(self.data.byte_splits)}
+
+    def _checksums(self, facts: Mapping[str, Any] | None, anew: bool) -> Values:
+        """The checksums of the parts that a step read.
+
+        Args:
+            facts: the facts of the step, None before its first run.
+            anew: True to compute the checksums of the parts that still exist, instead of those recorded.
+        """
         content: Values = {}
-        if not self.data.tokens:
+        if not facts or not self.max_tokens:
             return content
         for split, parts in self.job.parts.items():
-            recorded = ((facts or {}).get(split) or {}).get("files") or {}
-            if not recorded:  # by an older version
-                continue
-            digests = {}
+            recorded = facts.get(split, {}).get("files", {})  # none by an older version
+            checksums = {}
             for part in parts:
                 if part.name in recorded:
-                    again = self.job.digest(part) if recount else None
-                    digests[part.name] = again or recorded[part.name]
-            content[f"content of {split}"] = digests
+                    current = self.job.digest(part) if anew else None
+                    checksums[part.name] = current or recorded[part.name]
+            if checksums:
+                content[f"content of {split}"] = checksums
         return content
 
-    def _announce(self) -> None:
-        """Print the terms and the size of the text once, and check the disk."""
-        if not self.is_announced:
-            before_growth(self.data, self.job.store, sum(self.most.values()), self.job.root)
-            self.is_announced = True
 
+@dataclasses.dataclass
+class MaskedLMPreparation:
+    """The steps of text in GPT-2's encoding: bpe → binarised, whose folder also has the manifest.
 
-def masked_lm_steps(job: PreparationJob) -> list[Step]:
-    """The steps of running text in GPT-2's encoding: bpe → binarised, whose folder also has the manifest."""
-    data = job.data
-    bpe = job.root / "bpe"
+    Args:
+        job: the data section of the recipe, and the files of the data set.
+    """
 
-    @functools.cache
-    def encoding() -> Any:
-        return obtain_gpt2_files([job.source] if job.source else [], offline=job.offline)
+    job: PreparationJob
 
-    def read() -> Values:
-        dictionary = job.checksum(encoding().dictionary)
-        return {"texts": job.text_inputs(), "dictionary": dictionary, "order": encoding().order}
+    @functools.cached_property
+    def gpt2(self) -> Gpt2Files:
+        """The files of the encoding, fetched if necessary."""
+        folders = [self.job.source] if self.job.source else []
+        return obtain_gpt2_files(folders, offline=self.job.offline)
 
-    def encode(new: Path) -> Values:
-        files = encoding()
-        texts = {split: piece.path for split, (piece,) in job.texts.items()}
-        facts = encode_texts(texts, new, files, job.workers)
-        shutil.copyfile(files.encoder, new / ENCODER)
-        shutil.copyfile(files.vocab, new / VOCAB)
-        shutil.copyfile(files.dictionary, new / DICTIONARY)
+    def steps(self) -> list[Step]:
+        """Both steps in their order."""
+        bpe = Step("bpe", self.job.root / "bpe", self.encode, self._inputs)
+        splits = list(self.job.parts or self.job.subsets)
+        return [bpe, self.job.binarise(bpe, splits, finish=self.write_manifest)]
+
+    def encode(self, new: Path) -> Values:
+        """Write the ids of each split, next to the files of the encoding."""
+        texts = {split: file.path for split, (file,) in self.job.texts.items()}
+        facts = encode_texts(texts, new, self.gpt2, self.job.workers)
+        shutil.copyfile(self.gpt2.encoder, new / ENCODER)
+        shutil.copyfile(self.gpt2.vocab, new / VOCAB)
+        shutil.copyfile(self.gpt2.dictionary, new / DICTIONARY)
         for split, fact in facts.items():
             words = fact["words"] + fact["lines"]
-            expected = data.words.get(split)
-            is_expected = expected in (None, words)
-            warning = "" if is_expected else f"; WARNING: {expected:,} words were expected"
+            expected = self.job.data.words.get(split, words)
+            warning = "" if words == expected else f"; WARNING: {expected:,} words were expected"
             log.info(
                 f"{split} ({fact['file']}): {fact['lines']:,} lines, {words:,} words with one end of line "
                 f"each, {fact['subwords']:,} subwords; <unk> {fact['unk']:,} times, @-@ {fact['hyphen']:,} "
                 f"times{warning}"
             )
-        return {"dictionary": files.order, "splits": facts}
+        return {"dictionary": self.gpt2.order, "splits": facts}
 
-    def finish(new: Path, counts: dict[str, Symbols]) -> None:
+    def write_manifest(self, new: Path, counts: Mapping[str, Symbols]) -> None:
+        """Add manifest.json and the files of the encoding to the binarised folder."""
+        job = self.job
         for name in (ENCODER, VOCAB):
-            shutil.copyfile(bpe / name, new / name)
-        facts: Values = {"licence": data.licence, "sources": job.store.origins}
-        facts.update(read_step_records(job.root)["bpe"]["facts"])
+            shutil.copyfile(job.root / "bpe" / name, new / name)
+        manifest: Values = {"recipe": job.data.name, "licence": job.data.licence}
+        manifest["sources"] = job.store.origins
+        manifest.update(read_step_records(job.root)["bpe"]["facts"])
         if "srcdict" in job.settings["flags"]:
-            facts["dictionary"] = OTHER_DICTIONARY
-        write_json(new / MANIFEST, {"recipe": data.name} | facts | {"symbols": symbols_of(counts)})
-        log.info("dictionary: %s", DICTIONARIES[facts["dictionary"]])
+            manifest["dictionary"] = OTHER_DICTIONARY
+        write_json(new / MANIFEST, manifest | {"symbols": symbols_of(counts)})
+        log.info("dictionary: %s", DICTIONARIES[manifest["dictionary"]])
 
-    encoded = Step("bpe", bpe, encode, read)
-    return [encoded, job.binarise(encoded, list(job.parts or job.subsets), finish=finish)]
+    def _inputs(self) -> Values:
+        """What the encoded text depends on."""
+        dictionary = self.job.checksum(self.gpt2.dictionary)
+        order = self.gpt2.order
+        return {"texts": self.job.text_inputs(), "dictionary": dictionary, "order": order}

@@ -29,11 +29,11 @@ from moa_fairseq.experiments.data.catalogue import (
 )
 from moa_fairseq.experiments.data.job import PreparationJob
 from moa_fairseq.experiments.data.language_model_steps import (
-    language_modeling_steps,
-    masked_lm_steps,
+    LanguageModelPreparation,
+    MaskedLMPreparation,
 )
 from moa_fairseq.experiments.data.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
-from moa_fairseq.experiments.data.translation_steps import translation_steps
+from moa_fairseq.experiments.data.translation_steps import TranslationPreparation
 from moa_fairseq.experiments.make import Step, fingerprint_of, make, read_step_records
 from moa_fairseq.experiments.records.json_files import Values, selected
 from moa_fairseq.experiments.records.provenance import tool_versions
@@ -87,20 +87,38 @@ class Preparation(PreparationJob):
             raise UserError(
                 f"The data has no subset {unknown} (generate.subsets, score.subsets); {has}."
             )
-        return _KINDS[self.data.kind](self)
+        return _PREPARATIONS[self.data.kind](self).steps()
 
 
-def classification_steps(job: PreparationJob) -> list[Step]:
-    """The steps of generated sentences: text → binarised sentences, classes and groups."""
-    settings = dict(job.data.generated)
+@dataclasses.dataclass
+class ClassificationPreparation:
+    """The steps of generated sentences: text → binarised sentences, classes and groups.
 
-    def draw(new: Path) -> Values:
+    Args:
+        job: the data section of the recipe, and the files of the data set.
+    """
+
+    job: PreparationJob
+
+    def steps(self) -> list[Step]:
+        """All steps in their order, the manifest included."""
+        job = self.job
+        settings = job.data.generated
+        text = Step("text", job.root / "text", self.generate, {"listops": settings})
+        both = [job.binarise(text, job.data.subsets, name) for name in (INPUT, LABEL)]
+        folder = job.root / "binarised" / GROUPS
+        groups = Step(f"binarised-{GROUPS}", folder, self.copy_groups, {"text": text})
+        return [text, *both, groups, job.manifest(both[-1], generated=settings)]
+
+    def generate(self, new: Path) -> Values:
+        """Write the expressions of each split, and both dictionaries."""
+        settings = self.job.data.generated
         total = sum(settings["sizes"].values())
         log.info("generating %s expressions with seed %d", f"{total:,}", settings["seed"])
         for name, symbols in ((INPUT, SYMBOLS), (LABEL, DIGITS)):
             with atomic_write(new / name / DICTIONARY) as stream:
                 stream.writelines(f"{symbol} 1\n" for symbol in symbols)
-        samples = ListOps(**settings).splits(job.workers)
+        samples = ListOps(**settings).splits(self.job.workers)
         facts = {}
         for split, expressions in samples.items():
             facts[split] = write_split(new, split, expressions)
@@ -108,22 +126,16 @@ def classification_steps(job: PreparationJob) -> list[Step]:
             log.info("%s: %s expressions, %s tokens", split, *numbers)
         return facts
 
-    text = Step("text", job.root / "text", draw, {"listops": settings})
-
-    def copy_groups(new: Path) -> None:
-        shutil.copytree(text.output / GROUPS, new)
-
-    both = [job.binarise(text, job.data.subsets, name) for name in (INPUT, LABEL)]
-    folder = job.root / "binarised" / GROUPS
-    groups = Step(f"binarised-{GROUPS}", folder, copy_groups, {"text": text})
-    return [text, *both, groups, job.manifest(both[-1], generated=settings)]
+    def copy_groups(self, new: Path) -> None:
+        """Copy the groups of the expressions next to the binarised files."""
+        shutil.copytree(self.job.root / "text" / GROUPS, new)
 
 
-_KINDS: dict[str, Callable[[PreparationJob], list[Step]]] = {
-    TRANSLATION: translation_steps,
-    LANGUAGE_MODELING: language_modeling_steps,
-    MASKED_LM: masked_lm_steps,
-    CLASSIFICATION: classification_steps,
+_PREPARATIONS: dict[str, Callable[[PreparationJob], Any]] = {
+    TRANSLATION: TranslationPreparation,
+    LANGUAGE_MODELING: LanguageModelPreparation,
+    MASKED_LM: MaskedLMPreparation,
+    CLASSIFICATION: ClassificationPreparation,
 }
 
 

@@ -1,4 +1,4 @@
-"""The steps of parallel text: tokens → bpe, or model → pieces → sample → binarised."""
+"""The steps of parallel text, for translation."""
 
 import itertools
 import logging
@@ -34,13 +34,8 @@ SAMPLE = 1000  # pairs of the training text that are inspected
 log = logging.getLogger(__name__)
 
 
-def translation_steps(job: PreparationJob) -> list[Step]:
-    """The steps tokens → bpe, or model → pieces → sample → binarised."""
-    return TranslationPreparation(job).steps()
-
-
 class TranslationPreparation:
-    """The steps of one parallel data set.
+    """The steps of a parallel data set: tokens → bpe, or model → pieces → sample → binarised.
 
     Args:
         job: the data section of the recipe, and the files of the data set.
