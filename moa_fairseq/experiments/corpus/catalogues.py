@@ -51,17 +51,20 @@ def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
             f"{wheel} is not a readable wheel ({error}). Delete it and run again."
         ) from error
     for entry in entries:
-        english = _english_of(entry)
-        if not english or entry.obsolete or "fuzzy" in entry.flags:
-            continue
-        pairs = [(english, entry.msgstr)]
-        if entry.msgid_plural:
-            singular = entry.msgstr_plural.get(0, "")
-            plural = entry.msgstr_plural.get(1, "")
-            pairs = [(english, singular), (entry.msgid_plural, plural)]
-        for source, target in pairs:
-            if source.strip() and target.strip():
-                yield source, target
+        yield from _translations_in(entry)
+
+
+def _translations_in(entry: Any) -> list[tuple[str, str]]:
+    """(English, German) of an entry, or of its singular and first plural; [] if it is not finished."""
+    english = _english_of(entry)
+    if not english or entry.obsolete or "fuzzy" in entry.flags:
+        return []
+    pairs = [(english, entry.msgstr)]
+    if entry.msgid_plural:
+        singular = entry.msgstr_plural.get(0, "")
+        plural = entry.msgstr_plural.get(1, "")
+        pairs = [(english, singular), (entry.msgid_plural, plural)]
+    return [pair for pair in pairs if all(map(str.strip, pair))]
 
 
 def _english_of(entry: Any) -> str:
