@@ -1,5 +1,6 @@
 """The gate, its statistics, its inputs' means, and the draw of experts."""
 
+import copy
 import math
 
 import pytest
@@ -67,6 +68,17 @@ def test_statistics_are_those_of_earlier_updates_over_all_workers_and_micro_batc
     torch.testing.assert_close(parts.norm.running_mean, x[:60].mean(0), rtol=1e-4, atol=1e-4)
     update_running_statistics([parts.norm])  # nothing was seen
     torch.testing.assert_close(parts.norm.running_mean, x[:60].mean(0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sums", ["no row on any worker", "overflowed"])
+def test_an_update_without_usable_observations_changes_no_statistics(sums):
+    norm = SequenceGate(5, 4).train().norm
+    norm.observe(torch.rand(11) + 1)
+    update_running_statistics([norm])
+    before = copy.deepcopy(norm.state_dict())
+    norm.update(torch.full((11,), math.inf if sums == "overflowed" else 0.0))
+    for name, value in norm.state_dict().items():
+        assert torch.equal(value, before[name]), name
 
 
 def test_the_batchs_own_statistics_are_batch_normalisation():
