@@ -447,6 +447,7 @@ def test_few_merges_or_none(tmp_path):
         ("|", "a", RULES, "empty side"),
         ("x" * 1000, "y", RULES, ("x" * 1000, "y")),
         ("x" * 1001, "y", RULES, "token of more than 1000 characters"),
+        ("y", "x" * 1001, RULES, "token of more than 1000 characters"),
         ("a b", "c", Cleaning(2, 9, 9), "shorter than 2 tokens"),
         (" a |  b ", "c", Cleaning(), (" a |  b ", "c")),  # without limits text is untouched
         (" ", "c", Cleaning(), "empty side"),

@@ -36,6 +36,19 @@ from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
 
+def test_an_update_that_fairseq_repeats_takes_no_second_g_step(build_trainer):
+    """As with --amp after an overflow: fairseq calls the task again with the same list."""
+    trainer, samples = build_trainer(*EVERY_SECOND, "--gate-dropout", 0)
+    micro_batches = samples[:2]
+    trainer.begin_epoch(G_EPOCH)
+    trainer.task.before_update(trainer, micro_batches)
+    before = snapshot(trainer)
+    trainer.task.before_update(trainer, micro_batches)
+    assert not changed(before, snapshot(trainer))
+    trainer.task.before_update(trainer, list(micro_batches))  # the same batches in the next epoch
+    assert changed(before, snapshot(trainer))
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])
 def test_a_g_step_is_plain_sgd_on_the_gates_alone(build_trainer, clip):
     trainer, samples = build_trainer(
