@@ -61,6 +61,15 @@ def test_verdicts_of_several_contrasts_are_corrected_for_their_number():
         assert found[smallest] > alone[smallest]
 
 
+def test_losses_are_paired_by_seed_whatever_their_order():
+    """A diverged run is listed last; a seed of one system alone has no pair."""
+    losses = {"A": LOSSES["A"] | {5: 3.2}, "B": dict(reversed(LOSSES["B"].items()))}
+    (row,) = report._contrasts(Study("toy", "?", 5, {}, CONTRASTS, margin=0.01), {"BA": losses})
+    differences = [LOSSES["B"][seed] - LOSSES["A"][seed] for seed in (1, 2, 3, 4)]
+    expected = paired(differences, 0.01)._asdict()
+    assert {key: row[key] for key in expected} == expected
+
+
 def test_the_verdict_is_that_of_the_corrected_p():
     study = Study("toy", "?", 4, {}, CONTRASTS, margin=0.01)
     first = {seed: LOSSES["B"][seed] + difference for seed, difference in NEARLY.items()}
