@@ -158,7 +158,9 @@ def test_gradients_that_are_differentiated_are_the_gradients(padding):
 
 
 def test_kinds_are_kept_apart_and_in_their_places():
-    one_is_shared = dict(experts=3, chosen=1, shared=1)  # of 4 experts a token has 2, as in the first
+    one_is_shared = dict(
+        experts=3, chosen=1, shared=1
+    )  # of 4 experts a token has 2, as in the first
     shapes = [dict(), dict(experts=7), dict(), dict(chosen=4), dict(experts=7), one_is_shared]
     decisions = [decide(6, seed=seed, **shape) for seed, shape in enumerate(shapes)]
     kinds = RoutingSums.by_kind(decisions)

@@ -45,7 +45,9 @@ def test_an_update_that_fairseq_repeats_takes_no_second_g_step(build_trainer):
     before = snapshot(trainer)
     trainer.task.before_update(trainer, micro_batches)
     assert not changed(before, snapshot(trainer))
-    trainer.task.before_update(trainer, list(micro_batches))  # the same batches in the next epoch
+    trainer.task.before_update(
+        trainer, list(micro_batches)
+    )  # the same batches in the next epoch
     assert changed(before, snapshot(trainer))
 
 
