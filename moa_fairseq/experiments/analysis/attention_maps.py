@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.analysis.plots import Analysis
+from moa_fairseq.experiments.analysis.result import Analysis
 from moa_fairseq.experiments.analysis.routed_model import kind_of
 from moa_fairseq.experiments.scoring.trained_model import device_for, load_subset, symbols_at
 from moa_fairseq.layers.attention import Attention

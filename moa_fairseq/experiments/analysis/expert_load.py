@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from torch import nn
 
-from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, Analysis, style
+from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, style
+from moa_fairseq.experiments.analysis.result import Analysis
 from moa_fairseq.experiments.analysis.routed_model import (
     RouterUse,
     by_kind,

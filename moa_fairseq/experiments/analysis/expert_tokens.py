@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.gpt2_pieces import gpt2_pieces
-from moa_fairseq.experiments.analysis.plots import Analysis
+from moa_fairseq.experiments.analysis.result import Analysis
 from moa_fairseq.experiments.analysis.routed_model import forward_passes
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.routing import Routing

@@ -19,7 +19,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, Analysis, style
+from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, style
+from moa_fairseq.experiments.analysis.result import Analysis
 from moa_fairseq.experiments.analysis.routed_model import (
     RouterUse,
     by_kind,

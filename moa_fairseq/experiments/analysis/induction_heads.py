@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.attention_maps import draw_map
 from moa_fairseq.experiments.analysis.head_scores import HeadMap, HeadScore, measure_heads
-from moa_fairseq.experiments.analysis.plots import Analysis
+from moa_fairseq.experiments.analysis.result import Analysis
 from moa_fairseq.experiments.scoring.trained_model import device_for, symbols_at
 from moa_fairseq.experiments.tables import Column, Table, terminal_width
 

@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.analysis.plots import COLOURS, Analysis, style
+from moa_fairseq.experiments.analysis.plots import COLOURS, style
+from moa_fairseq.experiments.analysis.result import Analysis
 from moa_fairseq.experiments.recipes.train_log import finite, read_records
 
 NAME = "learning-curve"

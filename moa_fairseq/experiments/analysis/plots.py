@@ -4,14 +4,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.path import Path as Line
-from matplotlib.text import Text
+from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
 from moa_fairseq.files import atomic_write
@@ -25,24 +24,6 @@ GREY = "#666666"
 # Each group has a marker as well as a colour, because some readers cannot tell the colours apart
 MARKERS = tuple("os^DvPXp")
 DPI = 150
-
-
-class Analysis(NamedTuple):
-    """The result of an analysis.
-
-    Args:
-        lines: the lines to print.
-        figure: the picture, or None.
-        report: the numbers for --json, or None.
-    """
-
-    lines: list[str]
-    figure: Figure | None = None
-    report: dict[str, Any] | None = None
-
-
-# Directions in which a label may stand from its point, in degrees, the best first
-ANGLES = (45, -45, 135, -135, 0, 180, 90, -90, 22, -22, 158, -158, 67, -67, 113, -113)
 
 
 def save(figure: Figure, path: Path, description: str | None = None) -> None:
@@ -65,6 +46,11 @@ def style(panel: Axes) -> None:
     panel.set_axisbelow(True)
 
 
+# Places of a label around its point, the best first: distances in points, and directions in degrees
+DISTANCES = (9, 16, 23, 30, 40, 50, 65, 80)
+ANGLES = (45, -45, 135, -135, 0, 180, 90, -90, 22, -22, 158, -158, 67, -67, 113, -113)
+
+
 def label_points(
     panel: Axes,
     points: Sequence[tuple[float, float, str]],
@@ -82,56 +68,68 @@ def label_points(
     """
     canvas = FigureCanvasAgg(panel.get_figure(root=True))
     canvas.draw()
-    pixels = panel.transData.transform([(x, y) for x, y, _ in points])
-    boxes = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in pixels]
-    for ends in strokes:
-        (left_end, bottom), (right_end, top) = sorted(panel.transData.transform(ends).tolist())
-        low, high = sorted((bottom, top))
-        boxes.append(Bbox.from_extents(left_end - 2, low - 2, right_end + 2, high + 2))
-    lines: list[Line] = []
-    settings: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "va": "center"}
-    # A white background covers the grid
-    settings["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-    for pixel, (x, y, name) in zip(pixels, points):
-        foreign = [box for box in boxes if not box.contains(*pixel)]
-        for distance, angle in itertools.product((9, 16, 23, 30, 40, 50, 65, 80), ANGLES):
-            direction = math.radians(angle)
-            offset = (distance * math.cos(direction), distance * math.sin(direction))
-            arrow = None
-            if distance > 9:
-                arrow = {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3}
-            side = _alignment(angle)
-            text = panel.annotate(name, (x, y), offset, arrowprops=arrow, ha=side, **settings)
-            text.update_positions(canvas.get_renderer())
-            box = Text.get_window_extent(text)  # without the line
+    centres = panel.transData.transform([(x, y) for x, y, _ in points])
+    obstacles = [Bbox([centre, centre]).padded(5) for centre in centres]
+    for stroke in strokes:
+        ends = panel.transData.transform(stroke)
+        obstacles.append(Bbox([ends.min(0), ends.max(0)]).padded(2))
+    lines: list[Line] = []  # from names to their points
+    for centre, point in zip(centres, points):
+        for distance, angle in itertools.product(DISTANCES, ANGLES):
+            label = _annotate(panel, point, distance, angle)
+            label.update_positions(canvas.get_renderer())
+            box = Text.get_window_extent(label)  # without the line
             middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
-            path = Line([pixel, middle])
-            clashes = [not _lies_within(box, panel), *map(box.overlaps, boxes)]
-            clashes += [line.intersects_bbox(box) for line in lines]
-            if arrow:
-                clashes += map(path.intersects_bbox, foreign)
+            line = Line([centre, middle])
+            if label.arrow_patch:
+                others = [each for each in obstacles if not each.contains(*centre)]
+                is_clear = not any(map(line.intersects_bbox, others))
             else:  # without a line, a name belongs to the nearest point
-                distances = [math.dist(other, middle) for other in pixels]
-                clashes.append(min(distances) < math.dist(pixel, middle))
-            if any(clashes):
-                text.remove()
+                nearest = min(math.dist(each, middle) for each in centres)
+                is_clear = math.dist(centre, middle) == nearest
+            if not (is_clear and _is_free(box, panel, obstacles, lines)):
+                label.remove()
                 continue
-            boxes.append(box)
-            if text.arrow_patch:
-                is_far = not box.padded(8).contains(*pixel)
-                text.arrow_patch.set_visible(is_far)
+            obstacles.append(box)
+            if label.arrow_patch:
+                is_far = not box.padded(8).contains(*centre)
+                label.arrow_patch.set_visible(is_far)
                 if is_far:
-                    lines.append(path)
+                    lines.append(line)
             break
 
 
-def _alignment(angle: int) -> str:
-    """The side of a name that is next to its point, by the direction of the name in degrees."""
+def _annotate(
+    panel: Axes, point: tuple[float, float, str], distance: float, angle: float
+) -> Annotation:
+    """Write the name of a point at a distance and an angle, with a line if the distance is not the least."""
+    x, y, name = point
+    direction = math.radians(angle)
+    offset = (distance * math.cos(direction), distance * math.sin(direction))
+    line = {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3}
+    side = "center"
     if abs(angle) <= 22:
-        return "left"
-    return "right" if abs(angle) >= 158 else "center"
+        side = "left"
+    elif abs(angle) >= 158:
+        side = "right"
+    return panel.annotate(
+        name,
+        (x, y),
+        offset,
+        textcoords="offset points",
+        fontsize=8.5,
+        va="center",
+        ha=side,
+        arrowprops=line if distance > DISTANCES[0] else None,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # covers the grid
+    )
 
 
-def _lies_within(box: Bbox, panel: Axes) -> bool:
+def _is_free(box: Bbox, panel: Axes, obstacles: Sequence[Bbox], lines: Sequence[Line]) -> bool:
+    """Whether a box lies within the panel, on no obstacle and on no line."""
     frame = panel.bbox
-    return frame.x0 < box.x0 < box.x1 < frame.x1 and frame.y0 < box.y0 < box.y1 < frame.y1
+    if not (frame.x0 < box.x0 < box.x1 < frame.x1 and frame.y0 < box.y0 < box.y1 < frame.y1):
+        return False
+    if any(map(box.overlaps, obstacles)):
+        return False
+    return not any(line.intersects_bbox(box) for line in lines)
