@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +82,16 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     counter = TokenCounter(segmenter(task, args.data, args.words))
     masked_out = 0
     name = args.module
-    passes = forward_passes(model, task, args.subset, args.max_tokens, args.cpu)
-    for sample, routings in passes:
-        routing_of = dict(routings)
-        name = name or routings[0][0]  # the first router: the first layer's self-attention
-        if name not in routing_of:
+    for batch, pairs in forward_passes(model, task, args.subset, args.max_tokens, args.cpu):
+        routings = dict(pairs)
+        name = name or pairs[0][0]  # the first router: the first layer's self-attention
+        if name not in routings:
             raise UserError(
-                f"--module {name} is not in this model, which has {', '.join(routing_of)}."
+                f"--module {name} is not in this model, which has {', '.join(routings)}."
             )
         if is_uniform(model, name):
             raise UserError(f"The gate of {name} is uniform: it prefers no expert for any token.")
-        masked_out += count_pass({name: counter}, sample, routing_of, task)
+        masked_out += count_batch(counter, name, routings[name], batch, task)
     if not counter.occurrences:
         raise UserError(f"The subset {args.subset} of {args.data} holds no words.")
     report = {
@@ -104,7 +103,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         "tokens": counter.indicative(args.top, args.min_count),
         "masked_out": masked_out if hasattr(task, "mask_idx") else None,
     }
-    return Analysis(_lists(report), report=report)
+    return Analysis(_lines(report), report=report)
 
 
 def segmenter(task: Any, data: Path, join: bool = False) -> Segmenter:
@@ -138,44 +137,40 @@ def is_uniform(model: nn.Module, name: str) -> bool:
     return isinstance(attention, MixtureOfAttentiveExperts) and attention.gate is None
 
 
-def count_pass(
-    counters: Mapping[str, TokenCounter],
-    sample: dict[str, Any],
-    routings: Mapping[str, Routing],
-    task: Any,
+def count_batch(
+    counter: TokenCounter, name: str, routing: Routing, batch: dict[str, Any], task: Any
 ) -> int:
     """Count the tokens of a batch for the experts that they are attributed to.
 
     Args:
-        counters: name of a router → its counter.
-        sample: the batch.
-        routings: name of a router → its routing of the batch.
+        counter: the counter of a router.
+        name: the name of the router.
+        routing: the router's routing of the batch.
+        batch: the batch.
         task: fairseq's task with its dictionaries.
 
     Returns:
         The number of positions that were left out because a masked language model has to guess them.
     """
+    net_input = batch["net_input"]
+    tokens = net_input["src_tokens"]  # [B, T]
+    dictionary = task.source_dictionary
+    routes_source = name.endswith("encoder_attn.keys")  # the keys of cross-attention
+    routes_target = name.startswith("decoder") and not routes_source
+    if routes_target and "prev_output_tokens" in net_input:
+        tokens = net_input["prev_output_tokens"]
+        dictionary = task.target_dictionary
+    hidden = None
     masked_out = 0
-    net_input = sample["net_input"]
-    for name, counter in counters.items():
-        tokens = net_input["src_tokens"]  # [B, T]
-        dictionary = task.source_dictionary
-        routes_source = name.endswith("encoder_attn.keys")  # the keys of cross-attention
-        routes_target = name.startswith("decoder") and not routes_source
-        if routes_target and "prev_output_tokens" in net_input:
-            tokens = net_input["prev_output_tokens"]
-            dictionary = task.target_dictionary
-        experts = attributed(routings[name], *tokens.shape).cpu()
-        hidden = None
-        if hasattr(task, "mask_idx"):
-            hidden = sample["target"].ne(dictionary.pad())
-            tokens = torch.where(hidden, sample["target"], tokens)
-            masked_out = int((hidden & tokens.ge(dictionary.nspecial)).sum())
-        symbols = []
-        for row in tokens.tolist():
-            # Padding, sentence ends and unknown words do not count
-            symbols.append([dictionary[t] if t >= dictionary.nspecial else None for t in row])
-        counter.add(symbols, experts, hidden)
+    if hasattr(task, "mask_idx"):
+        hidden = batch["target"].ne(dictionary.pad())
+        tokens = torch.where(hidden, batch["target"], tokens)
+        masked_out = int((hidden & tokens.ge(dictionary.nspecial)).sum())
+    symbols = []
+    for row in tokens.tolist():
+        # Padding, sentence ends and unknown words do not count
+        symbols.append([dictionary[t] if t >= dictionary.nspecial else None for t in row])
+    counter.add(symbols, attributed(routing, *tokens.shape).cpu(), hidden)
     return masked_out
 
 
@@ -188,27 +183,28 @@ def pieces(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
 
 def words(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
     """Each word with the positions of its BPE pieces; words that a None or the end cuts off do not count."""
-    start = 0
+    parts: list[str] = []
     for position, symbol in enumerate(symbols):
-        if symbol is not None and symbol.endswith(CONTINUES):
+        if symbol is None:
+            parts = []
             continue
-        if symbol is not None:
-            parts = filter(None, symbols[start:position])
-            word = "".join(part.removesuffix(CONTINUES) for part in parts) + symbol
-            yield word, list(range(start, position + 1))
-        start = position + 1
+        parts.append(symbol.removesuffix(CONTINUES))
+        if not symbol.endswith(CONTINUES):
+            yield "".join(parts), list(range(position - len(parts) + 1, position + 1))
+            parts = []
 
 
 def words_of_pieces(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
     """Each word with the positions of its SentencePiece pieces; words that begin with a None do not count."""
-    start = 0
+    parts: list[str] = []
     for position, symbol in enumerate([*symbols, None]):
         if symbol is not None and not symbol.startswith(BEGINS):
+            parts.append(symbol)
             continue
-        parts = list(filter(None, symbols[start:position]))
         if parts and parts[0].startswith(BEGINS):
-            yield join_subwords(" ".join(parts), "sentencepiece"), list(range(start, position))
-        start = position + (symbol is None)
+            word = join_subwords(" ".join(parts), "sentencepiece")
+            yield word, list(range(position - len(parts), position))
+        parts = [symbol] if symbol is not None else []
 
 
 class TokenCounter:
@@ -303,7 +299,7 @@ def attributed(routing: Routing, batch: int, length: int) -> Tensor:
     return choices.view(batch, per_sequence, -1).expand(batch, length, -1)
 
 
-def _lists(report: dict[str, Any]) -> list[str]:
+def _lines(report: dict[str, Any]) -> list[str]:
     """The tokens of each expert, as lines to print."""
     unit = "words" if report["words"] else "tokens"
     hidden = report["masked_out"]

@@ -15,7 +15,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.expert_load import summary
 from moa_fairseq.experiments.analysis.expert_tokens import (
     TokenCounter,
-    count_pass,
+    count_batch,
     is_uniform,
     segmenter,
 )
@@ -221,8 +221,10 @@ def add_loads(routers: list[Values], model: TextModel, data: Path, cpu: bool) ->
 
     def counted() -> Iterator[NamedRoutings]:
         passes = forward_passes(network, model.task, "valid", MAX_TOKENS, cpu)
-        for sample, routings in passes:
-            count_pass(counters, sample, dict(routings), model.task)
+        for batch, routings in passes:
+            for name, routing in routings:
+                if name in counters:
+                    count_batch(counters[name], name, routing, batch, model.task)
             yield routings
 
     uses = {use.name: use for use in router_uses(counted())}
