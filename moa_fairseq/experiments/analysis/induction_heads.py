@@ -3,20 +3,21 @@
   moa-fairseq analyze induction-heads runs/wikitext2_lm_switchhead_tiny --output heads.png
   moa-fairseq analyze induction-heads RUN --length 40 --sequences 32 --output heads.png --json heads.json
 
-Random symbols, all different, are read twice in a row, behind </s>. At each symbol of the second time:
+Each sequence is </s> and then --length random symbols, all different, twice. Two scores are measured at every
+symbol of the second time but the last, where the next symbol can be looked up:
 
-- prefix matching: the attention that a head pays to the symbol after the earlier occurrence. Even attention
-  would pay about 1 / (1.5 * length).
-- copying: what the head writes there goes through the last norm's gain and the output matrix, without what
-  stands between (its direct effect). Of all that it raises the logits of the sequence's symbols above their
-  mean over the vocabulary, this is the share of the symbol after the earlier occurrence; 1 / length is even.
+- prefix matching: the head's attention to the first occurrence of the next symbol. If the attention were even
+  over all symbols so far, this would be about 1 / (1.5 * length).
+- copying: the share of the next symbol in what the head raises. The head's output goes through the last
+  norm's gain and the output matrix, without the layers between (its direct effect). This raises logits of the
+  sequence's symbols above the mean over the vocabulary. An even share would be 1 / length.
 
-A head that does both is an induction head. The picture shows their attention, as SwitchHead's Figure 6 does.
-The paper repeats 25 tokens four times, and leaves out the most and the least common ones; here each sequence
-is read twice, and all symbols of the dictionary can occur.
+A head that does both is an induction head. The picture shows both scores of all heads, and the attention of
+the heads with the most prefix matching, as SwitchHead's Figure 6 does. The paper repeats 25 tokens four times
+and leaves out the most and the least common ones; here all symbols of the dictionary can occur.
 
-Scores are means over the second time of all sequences. In MoA, MoH and their relatives a head is an expert,
-with means over the symbols that chose it. In SwitchHead each head is also split by the experts that wrote the
+Scores are means over all sequences. In MoA, MoH and their relatives a head is an expert, and its scores are
+means over the symbols that chose it. In SwitchHead each head is also split by the experts that wrote the
 value of the symbol attended to.
 """
 
@@ -76,12 +77,13 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     dictionary = task.source_dictionary
     counts = torch.tensor(dictionary.count)
     counts[: dictionary.nspecial] = 0
-    symbols = counts.nonzero()[:, 0]
+    symbols = counts.nonzero()[:, 0]  # that occur in the training text
     _check_sizes(args, len(symbols), task.args.tokens_per_sample, model)
     tokens = _repeated_symbols(args, symbols, dictionary.eos())
     heads, predicted = measure_heads(model, tokens, device_for(args.cpu))
     heads.sort(key=lambda head: -head.prefix)
-    even_attention = (1 / torch.arange(args.length + 2, 2 * args.length + 1)).mean().item()
+    num_keys = torch.arange(args.length + 2, 2 * args.length + 1)  # of each measured symbol
+    even_attention = (1 / num_keys).mean().item()
     even_copying = 1 / args.length
     title = f"{args.model.name}: {args.length} random symbols, read twice"
     figure = draw_scores(heads, symbols_at(dictionary, tokens[0]), title)
@@ -90,7 +92,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         f"even attention: {even_attention:.3f}; copying by chance: {even_copying:.3f}",
         f"the model predicts {predicted:.1%} of the symbols' second time",
     ]
-    content = {
+    report = {
         "length": args.length,
         "sequences": args.sequences,
         "seed": args.seed,
@@ -99,7 +101,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         "predicted": predicted,
         "heads": [head.record() for head in heads],
     }
-    return Analysis(lines, figure, content)
+    return Analysis(lines, figure, report)
 
 
 def _check_sizes(args: argparse.Namespace, num_symbols: int, block: int, model: Any) -> None:
