@@ -137,24 +137,20 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
         )
     curve = LearningCurve(_named_path(path).name)
     epochs: list[Point] = []  # means of whole epochs
-    now: float | None = None  # seconds of training before the record
-    earlier = 0.0  # seconds of the processes before this one
-    last = 0.0  # the latest `wall` of this process
+    seconds: float | None = None  # of the training before the record
+    last_wall = 0.0
     unique = {json.dumps(record): record for record in read_records(file)}
     for record in unique.values():
-        in_range = (finite(record["epoch"]) or 0) >= from_epoch
-        if f"valid_{metric}" in record and in_range:
-            _append(curve.valid, record.get("valid_num_updates"), now, record[f"valid_{metric}"])
-        elif metric in record and "num_updates" in record:
-            wall = finite(record.get("wall"))
-            if wall is not None:
-                earlier += last if wall < last else 0.0
-                now = earlier + wall
-                last = wall
-            if in_range:
-                _append(curve.train, record["num_updates"], now, record[metric])
-        elif f"train_{metric}" in record and in_range:
-            _append(epochs, record.get("train_num_updates"), now, record[f"train_{metric}"])
+        wall = finite(record.get("wall"))
+        if wall is not None:
+            started_anew = wall < last_wall
+            seconds = (seconds or 0.0) + (wall if started_anew else wall - last_wall)
+            last_wall = wall
+        if (finite(record["epoch"]) or 0) < from_epoch:
+            continue
+        for prefix, points in (("", curve.train), ("train_", epochs), ("valid_", curve.valid)):
+            updates = record.get(f"{prefix}num_updates")
+            _append(points, updates, seconds, record.get(prefix + metric))
     curve.train = curve.train or epochs
     if not curve.train and not curve.valid:
         range_text = "any update"
@@ -167,7 +163,7 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
 
 
 def _append(points: list[Point], updates: Any, seconds: float | None, value: Any) -> None:
-    """Append a measurement.
+    """Append a measurement, if there are numbers for it.
 
     It replaces measurements of the same or a later update, which a resumed training repeats.
     """
@@ -176,7 +172,7 @@ def _append(points: list[Point], updates: Any, seconds: float | None, value: Any
         position = int(float(updates))
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        return  # not a measurement
+        return
     while points and points[-1].updates >= position:
         points.pop()
     points.append(Point(position, seconds, number))
