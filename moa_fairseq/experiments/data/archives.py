@@ -26,6 +26,9 @@ _DAMAGED = (
     *(EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
     *(ValueError, OverflowError, struct.error, IndexError),
 )
+Member = tuple[
+    str, Callable[[], IO[bytes]]
+]  # the path of a file in an archive, and a function that opens it
 
 
 class DamagedArchive(UserError):
@@ -60,11 +63,11 @@ def extract(
         if posixpath.isabs(name) or ".." in name.split("/"):
             raise ValueError(f"{name} would leave the folder")
     sizes: dict[str, int] = {}
-    with _damage_named(archive):
-        for path, opened in _members(archive):
+    with _errors_for_users(archive):
+        for path, open_member in _members(archive):
             name = name_in(path)
             if name in names and name not in sizes:
-                with opened() as content, atomic_write(folder / name, "wb") as output:
+                with open_member() as content, atomic_write(folder / name, "wb") as output:
                     shutil.copyfileobj(content, output, BLOCK)
                     sizes[name] = output.tell()
     return sizes
@@ -85,10 +88,10 @@ def contents(archive: Path) -> dict[str, bytes]:
     refuse_irregular(archive, "Archive")
     files: dict[str, bytes] = {}
     budget = MOST_BYTES
-    with _damage_named(archive):
-        for path, opened in _members(archive):
+    with _errors_for_users(archive):
+        for path, open_member in _members(archive):
             data = bytearray()
-            with opened() as content:
+            with open_member() as content:
                 while budget >= 0 and (block := content.read(BLOCK)):
                     data += block
                     budget -= len(block)
@@ -122,7 +125,7 @@ def pack(archive: Path, files: Mapping[str, bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _damage_named(archive: Path) -> Iterator[None]:
+def _errors_for_users(archive: Path) -> Iterator[None]:
     """Turn errors of reading an archive into errors for users."""
     try:
         yield
@@ -131,10 +134,9 @@ def _damage_named(archive: Path) -> Iterator[None]:
         remedy = "Unpack it with the program that made it, and give --data the folder"
         raise UserError(f"This program cannot unpack {archive} ({error}). {remedy}.") from error
     except (*_DAMAGED, OSError) as error:
-        # An OSError with a number is a disk's error, except EINVAL, a seek before the start of the archive;
-        # gzip and bz2 raise OSErrors without a number for damaged bytes
+        # gzip and bz2 raise OSErrors without a number for damaged bytes; EINVAL is a seek before the start
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise
+            raise  # the disk's error
         raise DamagedArchive(
             f"{archive} is cut off or damaged ({error or type(error).__name__})."
         ) from error
@@ -159,40 +161,42 @@ class _Blocks:
         return self.stream.read(size)
 
 
-def _members(archive: Path) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
-    """(path, function that opens it) of each ordinary file in the archive."""
+def _members(archive: Path) -> Iterator[Member]:
+    """Each ordinary file in the archive, in one pass: a large archive is decompressed only once."""
     if not archive.name.endswith((".tar", "gz", ".xz")):
         with zipfile.ZipFile(archive) as package:
-            for info in package.infolist():
-                if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    # zipfile would unpack the other types at once, without a limit on the size
-                    raise RuntimeError(
-                        f"{info.filename} has the compression type {info.compress_type}"
-                    )
-                if not info.is_dir():
-                    yield info.filename, functools.partial(package.open, info)
+            yield from _zip_members(package)
         return
-    # One pass from front to back, so that a large archive is decompressed only once.
     opener: Callable[..., Any] = open
     if archive.name.endswith("gz"):
         opener = gzip.open
     elif archive.name.endswith(".xz"):
         opener = lzma.open
-    with contextlib.ExitStack() as opened_files:
-        raw = opened_files.enter_context(opener(archive, "rb"))
-        blocks: Any = _Blocks(raw)
-        tar = opened_files.enter_context(tarfile.open(fileobj=blocks, mode="r:"))
+    with opener(archive, "rb") as stream:
+        yield from _tar_members(stream)
+        while stream.read(BLOCK):  # to the very end, where gzip stores its checksum
+            pass
 
-        def opened(member: tarfile.TarInfo) -> IO[bytes]:
-            content = tar.extractfile(member)
-            if content is None or member.issparse() or member.size < 0:  # the header gives the size
-                raise RuntimeError(
-                    f"{member.name} is stored as a sparse file, or has an impossible size"
-                )
-            return content
 
+def _zip_members(package: zipfile.ZipFile) -> Iterator[Member]:
+    for info in package.infolist():
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            # zipfile would unpack the other types at once, without a limit on the size
+            raise RuntimeError(f"{info.filename} has the compression type {info.compress_type}")
+        if not info.is_dir():
+            yield info.filename, functools.partial(package.open, info)
+
+
+def _tar_members(stream: IO[bytes]) -> Iterator[Member]:
+    blocks: Any = _Blocks(stream)
+    with tarfile.open(fileobj=blocks, mode="r:") as tar:
         for member in tar:
             if member.isfile():
-                yield member.name, functools.partial(opened, member)
-        while raw.read(BLOCK):  # to the very end, where gzip stores its checksum
-            pass
+                yield member.name, functools.partial(_open_in_tar, tar, member)
+
+
+def _open_in_tar(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    content = tar.extractfile(member)
+    if content is None or member.issparse() or member.size < 0:  # the header gives the size
+        raise RuntimeError(f"{member.name} is stored as a sparse file, or has an impossible size")
+    return content
