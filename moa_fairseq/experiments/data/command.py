@@ -27,8 +27,8 @@ import dataclasses
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import check_place
@@ -228,100 +228,71 @@ def _dataset(args: argparse.Namespace) -> Dataset:
 
 def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
     """Raise a UserError for the first flag that makes no sense for this data set."""
-    _check_ranges(args)
-    _check_files(args, dataset)
-    _check_languages(args, dataset)
-    _check_segmentation(args, dataset)
-    _check_text(args, dataset)
+    problems = [*_invalid_values(args), *_dataset_problems(args, dataset)]
+    problems += _segmentation_problems(args, dataset)
+    if problems:
+        raise UserError(f"{problems[0]}.")
 
 
-def _refuse(condition: Any, problem: str) -> None:
-    """Raise UserError with the problem if the condition holds."""
-    if condition:
-        raise UserError(f"{problem}.")
-
-
-def _check_ranges(args: argparse.Namespace) -> None:
-    """Refuse numbers that are out of range, and a --from that is not a folder."""
+def _invalid_values(args: argparse.Namespace) -> Iterator[str]:
+    """Numbers that are out of range, and a --from that is not a folder."""
     coverage = args.character_coverage
-    _refuse(args.workers < 1, f"--workers {args.workers} is less than 1")
-    _refuse(
-        args.at_hand and not args.at_hand.is_dir(),
-        f"--from {args.at_hand} is not a folder. Give an existing folder",
-    )
-    _refuse(
-        coverage is not None and not LEAST_COVERAGE <= coverage <= 1,
-        f"--character-coverage {coverage} is not between {LEAST_COVERAGE} and 1",
-    )
-    _refuse(args.tokens is not None and args.tokens < 1, f"--tokens {args.tokens} is less than 1")
-    _refuse((args.bpe or 0) < 0, f"--bpe {args.bpe} is negative: give a number of merges, or 0")
-    _refuse(args.sizes and min(args.sizes) < 1, f"--sizes {args.sizes}: each must be at least 1")
+    if args.workers < 1:
+        yield f"--workers {args.workers} is less than 1"
+    if args.at_hand and not args.at_hand.is_dir():
+        yield f"--from {args.at_hand} is not a folder. Give an existing folder"
+    if coverage is not None and not LEAST_COVERAGE <= coverage <= 1:
+        yield f"--character-coverage {coverage} is not between {LEAST_COVERAGE} and 1"
+    if args.tokens is not None and args.tokens < 1:
+        yield f"--tokens {args.tokens} is less than 1"
+    if args.bpe is not None and args.bpe < 0:
+        yield f"--bpe {args.bpe} is negative: give a number of merges, or 0"
+    if args.sizes and min(args.sizes) < 1:
+        yield f"--sizes {args.sizes}: each must be at least 1"
 
 
-def _check_files(args: argparse.Namespace, dataset: Dataset) -> None:
-    """Refuse --from for generated data, --sizes and --seed for text, and text of the user without --from."""
+def _dataset_problems(args: argparse.Namespace, dataset: Dataset) -> Iterator[str]:
+    """Flags without effect on the data set, and flags that it needs."""
     name = dataset.name
-    # Not dataset.generated, into which `_dataset` has put --seed and --sizes
-    if names()[name].generated:
-        _refuse(args.at_hand, f"{name} is generated and reads no files: leave --from out")
-    else:
-        _refuse(args.sizes or args.seed is not None, f"{name}: leave --sizes and --seed out")
-    _refuse(
-        not (args.at_hand or dataset.downloadable),
-        f"{name} is your own text: give its folder with --from",
-    )
-
-
-def _check_languages(args: argparse.Namespace, dataset: Dataset) -> None:
-    """Refuse languages for text in one language, and a translation without both languages."""
-    name = dataset.name
-    pair = (args.source, args.target)
+    is_generated = bool(names()[name].generated)  # `dataset` also has --seed and --sizes there
+    if args.at_hand and is_generated:
+        yield f"{name} is generated and reads no files: leave --from out"
+    if (args.sizes or args.seed is not None) and not is_generated:
+        yield f"{name}: leave --sizes and --seed out"
+    if args.at_hand is None and not dataset.downloadable:
+        yield f"{name} is your own text: give its folder with --from"
+    if args.tokens and not dataset.tokens:
+        yield f"{name} is always used whole: leave --tokens out"
+    if args.tokenize and not dataset.takes_raw:
+        yield f"{name} has no tokeniser: leave --tokenize out"
     if dataset.kind == TRANSLATION:
-        _refuse(not (dataset.languages or all(pair)), f"{name} needs --source and --target")
-    else:
-        _refuse(any(pair), f"{name} has one language: leave --source and --target out")
+        if not (dataset.languages or (args.source and args.target)):
+            yield f"{name} needs --source and --target"
+        return
+    if args.source or args.target:
+        yield f"{name} has one language: leave --source and --target out"
+    if args.tokenize is False:
+        yield f"{name} is never tokenised: leave --no-tokenize out"
 
 
-def _check_segmentation(args: argparse.Namespace, dataset: Dataset) -> None:
-    """Refuse flags of a segmentation that the data set does not use."""
+def _segmentation_problems(args: argparse.Namespace, dataset: Dataset) -> Iterator[str]:
+    """Flags of a segmentation that the data set does not use."""
     name = dataset.name
-    is_fixed = dataset.kind != TRANSLATION or dataset.codes is not None
     by_pieces = args.segmentation == SENTENCEPIECE
-    if name != "text_sp":
-        _refuse(
-            is_fixed and args.bpe is not None, f"{name} has a fixed segmentation: leave --bpe out"
-        )
-    _refuse(
-        by_pieces and name != "parallel",
-        f"{name} has a fixed segmentation: leave --segmentation out",
-    )
-    _refuse(by_pieces and args.bpe == 0, "--bpe 0: --segmentation sentencepiece needs pieces")
-    _refuse(
-        (args.piece_model or args.byte_fallback is not None) and not by_pieces,
-        "--piece-model and --byte-fallback need --segmentation sentencepiece",
-    )
-    _refuse(
-        args.character_coverage is not None and not (by_pieces or name == "text_sp"),
-        "--character-coverage needs text_sp or --segmentation sentencepiece",
-    )
-    _refuse(name == "text_sp" and args.bpe == 0, "--bpe 0: text_sp needs pieces")
-
-
-def _check_text(args: argparse.Namespace, dataset: Dataset) -> None:
-    """Refuse --tokens, --tokenize and --no-tokenize for data sets where they have no effect."""
-    name = dataset.name
-    _refuse(
-        args.tokens is not None and not dataset.tokens,
-        f"{name} is always used whole: leave --tokens out",
-    )
-    _refuse(
-        args.tokenize and not dataset.takes_raw,
-        f"{name} has no tokeniser: leave --tokenize out",
-    )
-    _refuse(
-        args.tokenize is False and dataset.kind != TRANSLATION,
-        f"{name} is never tokenised: leave --no-tokenize out",
-    )
+    learns_pieces = by_pieces or name == "text_sp"
+    is_fixed = dataset.kind != TRANSLATION or dataset.codes is not None
+    if args.bpe is not None and is_fixed and name != "text_sp":
+        yield f"{name} has a fixed segmentation: leave --bpe out"
+    if by_pieces and name != "parallel":
+        yield f"{name} has a fixed segmentation: leave --segmentation out"
+    if by_pieces and args.bpe == 0:
+        yield "--bpe 0: --segmentation sentencepiece needs pieces"
+    if not by_pieces and (args.piece_model or args.byte_fallback is not None):
+        yield "--piece-model and --byte-fallback need --segmentation sentencepiece"
+    if not learns_pieces and args.character_coverage is not None:
+        yield "--character-coverage needs text_sp or --segmentation sentencepiece"
+    if name == "text_sp" and args.bpe == 0:
+        yield "--bpe 0: text_sp needs pieces"
 
 
 def _settings(dataset: Dataset, args: argparse.Namespace) -> Values:
@@ -329,19 +300,27 @@ def _settings(dataset: Dataset, args: argparse.Namespace) -> Values:
     settings: Values = {"recipe": dataset.name, "flags": {}}
     settings.update(character_coverage=args.character_coverage, allow_unknown=args.allow_unknown)
     if dataset.kind != TRANSLATION:
-        settings.update(bpe=args.bpe, tokens=args.tokens)
-        return settings
+        return settings | {"bpe": args.bpe, "tokens": args.tokens}
+    source, target = _languages(dataset, args)
+    merges = dataset.merges if args.bpe is None else args.bpe
+    return settings | {
+        "source": source,
+        "target": target,
+        "bpe": merges or None,  # 0 merges: words are not segmented
+        "segmentation": args.segmentation,
+        "piece_model": args.piece_model or LATER["piece_model"],
+        "byte_fallback": args.byte_fallback is not False,
+        "joined_dictionary": dataset.joined_dictionary,
+        "lowercase": False,
+        "tokenize": args.tokenize,
+    }
+
+
+def _languages(dataset: Dataset, args: argparse.Namespace) -> tuple[str, str]:
+    """The source and the target language; if one is given, the other is the data set's other language."""
     first, second = dataset.languages[:2] or (args.source, args.target)
-    # If one language is given, the other language of the pair takes the other side.
     source = args.source or (second if args.target == first else first)
     target = args.target or (first if args.source == second else second)
     if source == target:
         raise UserError(f"--source and --target are both {source!r}. Give two languages.")
-    settings.update(source=source, target=target)
-    settings["bpe"] = dataset.merges if args.bpe is None else args.bpe or None
-    settings["segmentation"] = args.segmentation
-    settings["piece_model"] = args.piece_model or LATER["piece_model"]
-    settings["byte_fallback"] = args.byte_fallback is not False
-    settings["joined_dictionary"] = dataset.joined_dictionary
-    settings.update(lowercase=False, tokenize=args.tokenize)
-    return settings
+    return source, target
