@@ -349,17 +349,23 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
     if dataset.generated:
         remedy = f"Give the folder `binarised` of moa-fairseq prepare {dataset.name}, or leave --data out"
         raise UserError(f"--data {source} is not binarised {dataset.name}. {remedy}.")
+    names = _file_names(dataset, settings)
+    if any(find_file(source, name) for name in names):
+        return source
+    files = list(dict.fromkeys(Path(name).name for name in names))
+    listed = ", ".join(files[:MOST_NAMES]) + (", …" if len(files) > MOST_NAMES else "")
+    remedy = "Give a folder that has some of them, or leave --data out to download them all"
+    raise UserError(
+        f"--data {source} has no file of {dataset.name} (looked for {listed}[.gz]). {remedy}."
+    )
+
+
+def _file_names(dataset: Dataset, settings: Mapping[str, Any]) -> list[str]:
+    """The names of a data set's archives and texts, and of the user's own text in place of archives."""
     languages = list(filter(None, (settings.get("source"), settings.get("target"))))
     names: list[str] = []
     for part in itertools.chain.from_iterable(dataset.parts(languages).values()):
         names += filter(None, (part.archive, *part.members))
     if dataset.archives:
         names += [f"train.{language}" for language in languages]
-    if not any(find_file(source, name) for name in names):
-        files = list(dict.fromkeys(Path(name).name for name in names))
-        listed = ", ".join(files[:MOST_NAMES]) + (", …" if len(files) > MOST_NAMES else "")
-        remedy = "Give a folder that has some of them, or leave --data out to download them all"
-        raise UserError(
-            f"--data {source} has no file of {dataset.name} (looked for {listed}[.gz]). {remedy}."
-        )
-    return source
+    return names
