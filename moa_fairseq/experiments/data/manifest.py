@@ -76,6 +76,19 @@ def _numbers_of_lines(stages: Mapping[str, Any], dataset: Dataset) -> Values:
     return numbers
 
 
+def symbols_of(counts: Mapping[str, Symbols]) -> Values:
+    """Split, or split.language → numbers of symbols and of <unk>, share of <unk>, longest line."""
+    return {
+        name: {
+            "symbols": count.symbols,
+            "unknown": count.unknown,
+            "share": count.share,
+            "longest": count.longest,
+        }
+        for name, count in counts.items()
+    }
+
+
 def _published_sums(root: Path, settings: Mapping[str, Any], dataset: Dataset) -> Values:
     """Segmented file → its md5 and the published md5; {} for a text that was made with other settings."""
     published = dataset.published
@@ -90,34 +103,6 @@ def _published_sums(root: Path, settings: Mapping[str, Any], dataset: Dataset) -
         if path.is_file():
             sums[f"bpe/{name}"] = {"md5": checksum(path, "md5"), "published": md5}
     return sums
-
-
-def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
-    """A table of the symbols, share of <unk> and longest sentence of each binarised split, in lines."""
-    rows = []
-    for split, counts in (manifest.get("symbols") or {}).items():
-        rows.append({"split": split} | counts)
-    columns = [
-        Column("split", "binarised"),
-        Column("symbols", "symbols", ","),
-        Column("share", "<unk>", ".2%"),
-    ]
-    if not any("longest" in fact for fact in manifest.get("stages", {}).get("text", {}).values()):
-        columns.append(Column("longest", "longest (symbols)", ","))
-    return Table(columns, rows).text(terminal_width()).splitlines() if rows else []
-
-
-def symbols_of(counts: Mapping[str, Symbols]) -> Values:
-    """Split, or split.language → numbers of symbols and of <unk>, share of <unk>, longest line."""
-    return {
-        name: {
-            "symbols": count.symbols,
-            "unknown": count.unknown,
-            "share": count.share,
-            "longest": count.longest,
-        }
-        for name, count in counts.items()
-    }
 
 
 def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> Values:
@@ -148,26 +133,7 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
     Returns:
         Lines of text.
     """
-    texts = manifest["stages"].get("text", {})
-    rows = []
-    other_counts = []
-    for split, count in manifest["lines"].items():
-        row = {"split": split, "lines": count["found"], "published": ""}
-        row["longest"] = texts.get(split, {}).get("longest")
-        if count["expected"] == count["found"]:
-            row["published"] = "the same"
-        elif count["expected"] is not None:
-            row["published"] = f"{count['expected']:,}!"
-            other_counts.append(split)
-        rows.append(row)
-    columns = [
-        Column("split", "split"),
-        Column("lines", "lines", ","),
-        Column("published", "published"),
-        Column("longest", "longest (bytes)", ","),
-    ]
-    lines = [*Table(columns, rows).text(terminal_width()).splitlines(), *unknown_table(manifest)]
-    lines += _drops(manifest["stages"])
+    lines = [*_line_table(manifest), *unknown_table(manifest), *_drops(manifest["stages"])]
     sums = manifest["published"]
     other_sums = [name for name, file in sums.items() if file["md5"] != file["published"]]
     if other_sums:
@@ -176,11 +142,51 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
         )
     elif sums:
         lines.append(f"{', '.join(sums)}: equal to the published text, byte for byte (md5)")
+    counts = manifest["lines"].items()
+    other_counts = [
+        split for split, each in counts if each["expected"] not in (None, each["found"])
+    ]
     if other_counts:
         lines.append(
             f"! {', '.join(other_counts)}: the number of lines differs from the published one (see above)."
         )
     return [*lines, f"{root}/manifest.json has sources, checksums, counts and versions."]
+
+
+def _line_table(manifest: Mapping[str, Any]) -> list[str]:
+    """A table of the number of lines of each split, the published number and the longest line, in lines."""
+    texts = manifest["stages"].get("text", {})
+    rows = []
+    for split, count in manifest["lines"].items():
+        row = {"split": split, "lines": count["found"]}
+        row["longest"] = texts.get(split, {}).get("longest")
+        if count["expected"] == count["found"]:
+            row["published"] = "the same"
+        elif count["expected"] is not None:
+            row["published"] = f"{count['expected']:,}!"
+        rows.append(row)
+    columns = [
+        Column("split", "split"),
+        Column("lines", "lines", ","),
+        Column("published", "published"),
+        Column("longest", "longest (bytes)", ","),
+    ]
+    return Table(columns, rows).text(terminal_width()).splitlines()
+
+
+def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
+    """A table of the symbols, share of <unk> and longest sentence of each binarised split, in lines."""
+    rows = []
+    for split, counts in (manifest.get("symbols") or {}).items():
+        rows.append({"split": split} | counts)
+    columns = [
+        Column("split", "binarised"),
+        Column("symbols", "symbols", ","),
+        Column("share", "<unk>", ".2%"),
+    ]
+    if not any("longest" in fact for fact in manifest.get("stages", {}).get("text", {}).values()):
+        columns.append(Column("longest", "longest (symbols)", ","))
+    return Table(columns, rows).text(terminal_width()).splitlines()
 
 
 def _drops(stages: Mapping[str, Any]) -> list[str]:
