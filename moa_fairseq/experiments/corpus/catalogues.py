@@ -61,9 +61,8 @@ def _translations_in(entry: Any) -> list[tuple[str, str]]:
         return []
     pairs = [(english, entry.msgstr)]
     if entry.msgid_plural:
-        singular = entry.msgstr_plural.get(0, "")
-        plural = entry.msgstr_plural.get(1, "")
-        pairs = [(english, singular), (entry.msgid_plural, plural)]
+        german = entry.msgstr_plural
+        pairs = [(english, german.get(0, "")), (entry.msgid_plural, german.get(1, ""))]
     return [pair for pair in pairs if all(map(str.strip, pair))]
 
 
