@@ -26,33 +26,28 @@ def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, 
     T = length
     width = attention.embed_dim
     relative = isinstance(attention.positions, RelativePositions)
+    # Queries by keys, and weights by values
     macs = 2 * C * n * d * T**2
     floats = 2 * C * n * T**2
-    if isinstance(attention, MixtureOfAttention) and attention.key_heads == 1 and relative:
+    if isinstance(attention, MixtureOfAttention):
+        if attention.key_heads != 1 or not relative:
+            return None
         k = 2  # the authors' script has this k for every n
-        experts = attention.num_experts
-        macs += (
-            (2 * n + 2) * d * width * T
-            + n * k * d * T
-            + experts * width * T
-            + 2 * C * d * width * T
-        )
-        return {"macs": macs, "floats": floats + (2 * n + 2) * d * T + 2 * d * T + experts * C * T}
-    if not isinstance(attention, SwitchHeadAttention):
+        E = attention.num_experts
+        macs += (2 * n + 2 + 2 * C) * d * width * T + n * k * d * T + E * width * T
+        floats += (2 * n + 4) * d * T + E * C * T
+    elif not isinstance(attention, SwitchHeadAttention):
         return None
-    if not attention.experts:  # dense: Eq. 11-12
-        macs += 4 * n * d * width * T + relative * 2 * C * n * d * width * T
-        return {"macs": macs, "floats": floats + 4 * n * d * T + relative * 2 * C * n * d * T}
-    if attention.experts != "vo":
+    elif not attention.experts:  # dense: Eq. 11-12
+        macs += (4 + relative * 2 * C) * n * d * width * T
+        floats += (4 + relative * 2 * C) * n * d * T
+    elif attention.experts == "vo":
+        k = attention.experts_per_token
+        E = attention.num_experts
+        routers = 1 if attention.shares_selection else 2
+        macs += (2 * k + 2 + relative * 2) * n * d * width * T
+        macs += 2 * n * k * d * T + routers * E * C * width * T
+        floats += (4 + relative * 2) * n * d * T + routers * E * C * T
+    else:
         return None
-    k = attention.experts_per_token
-    experts = attention.num_experts
-    selections = 1 if attention.shares_selection else 2
-    macs += (
-        (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + selections * experts * C * width * T
-    )
-    macs += relative * 2 * n * d * width * T
-    return {
-        "macs": macs,
-        "floats": floats + 4 * n * d * T + relative * 2 * n * d * T + selections * experts * C * T,
-    }
+    return {"macs": macs, "floats": floats}
