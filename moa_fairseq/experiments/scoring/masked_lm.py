@@ -82,27 +82,21 @@ def measure(
     result = Masking()
     samples = 0
     dictionary = task.source_dictionary
-
-    def add_up(sums: dict[str, Any], tokens: Tensor, values: Tensor) -> None:
-        start = tokens.eq(dictionary.bos())
-        end = tokens.eq(dictionary.eos())
-        for kind, chosen in ((START, start), (LINE_END, end), (TEXT, ~(start | end))):
-            sums[kind] += values[chosen].sum().item()
-
     for sample in batches(task, model, subset, max_tokens, device):
         samples += sample["nsentences"]
         target = sample["target"]
         masked = target.ne(dictionary.pad())
-        original = torch.where(masked, target, sample["net_input"]["src_tokens"])
-        words = original[original.ne(dictionary.pad())]
-        add_up(result.tokens, words, torch.ones_like(words))
+        tokens = torch.where(masked, target, sample["net_input"]["src_tokens"])
+        for kind, places in _places_by_kind(tokens, dictionary).items():
+            result.tokens[kind] += int(places.sum())
         if not masked.any():
             continue
         logits = model(**sample["net_input"], masked_tokens=masked)[0]
-        guessed = target[masked]
-        nll = F.cross_entropy(logits.float().view(-1, logits.size(-1)), guessed, reduction="none")
-        add_up(result.masked, guessed, torch.ones_like(guessed))
-        add_up(result.nll, guessed, nll.double())
+        target = target[masked]
+        nll = F.cross_entropy(logits.float().view(-1, logits.size(-1)), target, reduction="none")
+        for kind, places in _places_by_kind(target, dictionary).items():
+            result.masked[kind] += int(places.sum())
+            result.nll[kind] += nll[places].double().sum().item()
     if missing := len(task.dataset(subset)) - samples:
         raise UserError(
             f"--subset {subset}: {missing:,} of {missing + samples:,} samples are longer than the model "
@@ -112,6 +106,14 @@ def measure(
     if not result.masked[TEXT]:
         raise UserError(f"The subset {subset} has too little text: nothing of it was masked.")
     return result
+
+
+def _places_by_kind(tokens: Tensor, dictionary: Any) -> dict[str, Tensor]:
+    """A key of KINDS → which tokens are of that kind; padding is of none."""
+    start = tokens.eq(dictionary.bos())
+    end = tokens.eq(dictionary.eos())
+    padding = tokens.eq(dictionary.pad())
+    return {START: start, LINE_END: end, TEXT: ~(start | end | padding)}
 
 
 def score(
