@@ -254,16 +254,15 @@ def running_text(texts: Texts) -> RunningText:
         chain = "sacreBLEU on the tokens as given, lower-cased"
         return RunningText(hypotheses, references, "none", lowercase, chain)
     to_text = functools.partial(detokenize, lang=texts.lang)
-    detokenizer = f"Moses detokenizer -l {texts.lang}"
-    hypotheses_form = references_form = "as given"
     if not texts.detokenized:
         hypotheses = list(map(to_text, hypotheses))
-        hypotheses_form = detokenizer
     if not has_running_references:
         references = [list(map(to_text, lines)) for lines in references]
-        references_form = detokenizer
-    forms = f"hypotheses/references: {hypotheses_form}/{references_form}"
-    chain = f"sacreBLEU {tokenizer}, {_case(lowercase)}; {forms}"
+    detokenizer = f"Moses detokenizer -l {texts.lang}"
+    hypotheses_form = "as given" if texts.detokenized else detokenizer
+    references_form = "as given" if has_running_references else detokenizer
+    chain = f"sacreBLEU {tokenizer}, {_case(lowercase)}; hypotheses/references: "
+    chain += f"{hypotheses_form}/{references_form}"
     return RunningText(hypotheses, references, tokenizer, lowercase, chain)
 
 
