@@ -52,10 +52,11 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
     """
     file = str(path)
     study = build(Study, _with_base(path), file)
+    _check_study(study, file)
     tuning = None
     if study.tuning is not None:
         tuning = build(Tuning, study.tuning, file, "tuning")
-    _check(study, tuning, file)
+        _check_tuning(tuning, study, file)
     if tune and not tuning:
         fail(
             file,
@@ -148,43 +149,47 @@ def _with_base(path: Path) -> dict[str, Any]:
     return merged
 
 
-def _check(study: Study, tuning: Tuning | None, file: str) -> None:
-    """Raise UserError for an invalid name, number or stage, for too many runs, and for shared seeds.
-
-    The tuning must not have seeds of the study.
-    """
-    for key, values in (("", study), ("tuning.", tuning or study)):
-        for name, (low, high) in _LIMITS.items():
-            value = getattr(values, name, low)
-            if not (is_number(value) and low <= value <= high):
-                fail(file, key + name, f"must be between {low} and {high:,}, not {value}.")
+def _check_study(study: Study, file: str) -> None:
+    """Raise UserError for an invalid name, number or stage, and for too many runs."""
+    _check_limits(study, file)
     if study.stage not in STAGES:
         fail(file, "stage", f"{study.stage[:80]!r} is not one of {', '.join(STAGES)}.")
-    names = {"study": study.study}
-    for key in study.systems:
-        names[f"systems.{key}"] = key
+    if not study.systems:
+        fail(file, "systems", "is empty. Give at least one.")
+    names = {"study": study.study} | {f"systems.{key}": key for key in study.systems}
     for key, name in names.items():
         if not _NAME.fullmatch(name):
             rule = "must start with a letter or digit, and have at most 64 letters, digits, and ._+- only."
             fail(file, key, rule)
-    if not study.systems:
-        fail(file, "systems", "is empty. Give at least one.")
-    runs = {"seeds": study.seeds * len(study.systems)}
-    if tuning:
-        points = math.prod(map(len, tuning.grid.values()))
-        if not points or not tuning.grid:
-            fail(file, "tuning.grid", "has no point. Give each key at least one value.")
-        runs["tuning.grid"] = points * tuning.seeds * len(study.systems)
-        shared = max(study.first_seed, tuning.first_seed)
-        end = study.first_seed + study.seeds
-        if shared < min(end, tuning.first_seed + tuning.seeds):
-            rule = f"makes seed {shared} a tuning seed, but it is also one of the study's seeds"
-            remedy = f"Give {end} or more, or give the study another first_seed."
-            fail(file, "tuning.first_seed", f"is {tuning.first_seed}, which {rule}. {remedy}")
-    for key, number in runs.items():
-        if number > MOST_RUNS:
-            problem = f"makes {number:,} runs, but a study has at most {MOST_RUNS:,}. Give fewer."
-            fail(file, key, problem)
+    _check_num_runs("seeds", study.seeds * len(study.systems), file)
+
+
+def _check_tuning(tuning: Tuning, study: Study, file: str) -> None:
+    """Raise UserError for an invalid number, an empty grid, too many runs, and a seed of the study."""
+    _check_limits(tuning, file, "tuning.")
+    points = math.prod(map(len, tuning.grid.values()))
+    if not points or not tuning.grid:
+        fail(file, "tuning.grid", "has no point. Give each key at least one value.")
+    _check_num_runs("tuning.grid", points * tuning.seeds * len(study.systems), file)
+    shared = max(study.first_seed, tuning.first_seed)
+    end = study.first_seed + study.seeds
+    if shared < min(end, tuning.first_seed + tuning.seeds):
+        rule = f"makes seed {shared} a tuning seed, but it is also one of the study's seeds"
+        remedy = f"Give {end} or more, or give the study another first_seed."
+        fail(file, "tuning.first_seed", f"is {tuning.first_seed}, which {rule}. {remedy}")
+
+
+def _check_limits(section: Study | Tuning, file: str, prefix: str = "") -> None:
+    for name, (low, high) in _LIMITS.items():
+        value = getattr(section, name, low)
+        if not (is_number(value) and low <= value <= high):
+            fail(file, prefix + name, f"must be between {low} and {high:,}, not {value}.")
+
+
+def _check_num_runs(key: str, number: int, file: str) -> None:
+    if number > MOST_RUNS:
+        problem = f"makes {number:,} runs, but a study has at most {MOST_RUNS:,}. Give fewer."
+        fail(file, key, problem)
 
 
 def _grid(key: str, system: System, tuning: Tuning, file: str) -> Grid:
