@@ -54,19 +54,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         UserError: for an invalid recipe; the message names the file and the key.
     """
     path = Path(path)
-    layers = _layers(path)
     for text in overrides:
         key, equals, _ = text.partition("=")
         if not equals or not all(key.strip().split(".")):
             raise UserError(
                 f"--set {text}: give section.key=value, for example --set train.max_epoch=5."
             )
-    explicit = _parse_overrides(overrides)
+    given = _parse_overrides(overrides)
+    layers = [*_file_layers(path), *given]
     file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
-    recipe = _built(Recipe, [*layers, *explicit], file)
+    recipe = _built(Recipe, layers, file)
     if recipe.reproduces:
-        recipe = _with_row(recipe, [*layers, *explicit], file)
-    if any("recipe" in (each.get("data") or ()) for each in explicit):
+        recipe = _with_row(recipe, layers, file)
+    if any("recipe" in (each.get("data") or ()) for each in given):
         recipe.summary += f", on other data ({recipe.data.recipe})"
     if recipe.experiment != path.stem:
         quoted = reprlib.repr(recipe.experiment)
@@ -146,39 +146,44 @@ def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--
     return overrides
 
 
-def _layers(
-    path: Path, above: Sequence[Path] = (), layers: list[dict[str, Any]] | None = None
-) -> list[dict[str, Any]]:
-    """Append to `layers` the mappings of a recipe file: those of its bases, lowest first, then its own."""
-    mapping = read_mapping(path, "recipe")
-    layers = [] if layers is None else layers
-    names = mapping.pop("base", [])
-    if above:  # the rows of a base are not inherited
-        mapping.pop("rows", None)
-    bases = names if isinstance(names, list) else [names]
-    for name in bases:
-        if not isinstance(name, str) or "\0" in name:
-            fail(str(path), "base", f"must be the path of a recipe file, not {reprlib.repr(name)}.")
-        base = find_recipe(Path(name), path.parent)
-        if not base.is_file():
-            fail(
-                str(path), "base", f"{base.resolve()} is not a file, nor {name!r} a shipped recipe."
-            )
-        if base.resolve() in (path.resolve(), *above):
-            fail(str(path), "base", f"{base} is built on this file itself.")
-        if len(above) + len(layers) >= MOST_LAYERS:
-            fail(
-                str(path),
-                "base",
-                f"makes a recipe of more than {MOST_LAYERS} files: merge some of them.",
-            )
-        _layers(base, (path.resolve(), *above), layers)
-    if mapping.get("experiment") is None:  # so that the name of a base does not replace it
-        mapping["experiment"] = path.stem
-    if names:  # the summaries of bases describe other experiments
-        mapping.setdefault("summary", path.stem.replace("_", " "))
-    layers.append(mapping)
-    return layers
+def _file_layers(path: Path) -> list[dict[str, Any]]:
+    """The mappings of a recipe file: those of its bases, lowest first, then its own."""
+    layers = []  # the file's own first
+    pending: list[tuple[Path, list[Path]]] = [
+        (path, [])
+    ]  # files, each with those that it is a base of
+    while pending:
+        file, above = pending.pop()
+        mapping = read_mapping(file, "recipe")
+        bases = mapping.pop("base", [])
+        if above:  # the rows of a base are not inherited
+            mapping.pop("rows", None)
+        if mapping.get("experiment") is None:  # so that the name of a base does not replace it
+            mapping["experiment"] = file.stem
+        if bases:  # the summaries of bases describe other experiments
+            mapping.setdefault("summary", file.stem.replace("_", " "))
+        layers.append(mapping)
+        above = [*above, file.resolve()]
+        for name in bases if isinstance(bases, list) else [bases]:
+            base = _find_base(name, file)
+            if base.resolve() in above:
+                fail(str(file), "base", f"{base} is built on this file itself.")
+            pending.append((base, above))
+            if len(layers) + len(pending) > MOST_LAYERS:
+                problem = f"makes a recipe of more than {MOST_LAYERS} files: merge some of them."
+                fail(str(file), "base", problem)
+    return layers[::-1]
+
+
+def _find_base(name: Any, file: Path) -> Path:
+    """The file that a recipe file names as its base."""
+    if not isinstance(name, str) or "\0" in name:
+        fail(str(file), "base", f"must be the path of a recipe file, not {reprlib.repr(name)}.")
+    base = find_recipe(Path(name), file.parent)
+    if not base.is_file():
+        problem = f"{base.resolve()} is not a file, nor {name!r} a shipped recipe."
+        fail(str(file), "base", problem)
+    return base
 
 
 def shipped_recipes() -> dict[str, Path]:
