@@ -268,55 +268,58 @@ def _evaluated(
 
 def _generate(run: Run, section: Generate, subset: str, model_steps: list[Step]) -> Step:
     """The step of the beam search, in fp32 so that scores do not depend on the hardware."""
-    by_pieces = run.recipe.data.segmentation == SENTENCEPIECE
+    by_pieces = section.remove_bpe and run.recipe.data.segmentation == SENTENCEPIECE
     values: Values = {"path": str(run.model_path), "gen-subset": subset}
-    values.update(
-        {"beam": section.beam, "lenpen": section.lenpen, "max-tokens": section.max_tokens}
-    )
-    values["remove-bpe"] = SENTENCEPIECE if section.remove_bpe and by_pieces else section.remove_bpe
+    values.update(beam=section.beam, lenpen=section.lenpen)
+    values["max-tokens"] = section.max_tokens
+    values["remove-bpe"] = SENTENCEPIECE if by_pieces else section.remove_bpe
     for name in POSITIONS:  # these are also limits of the task
         values[name] = run.recipe.training_flags.get(name)
     values.update(section.flags)
-    translated: set[str] = set()  # the sentences' ids: each sentence has --nbest lines
-    total = run.prepared.sentences.get(subset, 0)
-    pace = max(100, (total or 1000) // 10)
-    goal = f" of {total:,}" if total else ""
-
-    def watch(line: str) -> None:
-        match = re.match(r"H-\d+\t", line)
-        if match and match.group() not in translated:
-            translated.add(match.group())
-            if len(translated) % pace == 0:
-                log.info("  %s%s sentences", f"{len(translated):,}", goal)
-
-    def finish(translations: Path) -> dict[str, int]:
-        total = len(sentence_sizes(run.recipe, run.prepared.folder, subset)[0])
-        left_out = total - len(translated)
-        if not translated:
-            hint = f"See {run.folder / f'generate-{subset}.log'} and {translations}"
-            raise UserError(f"fairseq-generate translated nothing of subset {subset}. {hint}.")
-        if left_out > 0 and not section.flags.get(SKIP):
-            raise UserError(
-                f"fairseq-generate translated only {len(translated):,} of {total:,} sentences of {subset}, "
-                f"so there is no score of the subset. {run.folder / f'generate-{subset}.log'} has the reason."
-            )
-        if left_out > 0:
-            return {LEFT_OUT: left_out}
-        return {}
-
     output = run.folder / f"generate-{subset}.txt"
-    line = run.command("fairseq-generate", values)
-    inputs = _evaluated(run, dataclasses.asdict(section), subset, model_steps)
+    translated: set[str] = set()  # the ids of the sentences
+    total = run.prepared.sentences.get(subset, 0)
     return Step(
         output.stem,
         output,
-        line,
-        inputs,
+        run.command("fairseq-generate", values),
+        _evaluated(run, dataclasses.asdict(section), subset, model_steps),
         "out",
-        watch=watch,
-        finish=finish,
+        watch=functools.partial(_add_translated, translated, total),
+        finish=functools.partial(_translation_facts, run, section, subset, translated),
         conditions=run.conditions,
     )
+
+
+def _add_translated(translated: set[str], total: int, line: str) -> None:
+    """Add the sentence of a line of fairseq-generate, which has --nbest lines of it; log about ten times."""
+    match = re.match(r"H-\d+\t", line)
+    if not match or match.group() in translated:
+        return
+    translated.add(match.group())
+    if len(translated) % max(100, (total or 1000) // 10) == 0:
+        of_total = f" of {total:,}" if total else ""
+        log.info("  %s%s sentences", f"{len(translated):,}", of_total)
+
+
+def _translation_facts(
+    run: Run, section: Generate, subset: str, translated: set[str], translations: Path
+) -> dict[str, int]:
+    """The number of sentences without a translation, or a UserError if there may be none."""
+    log_file = run.folder / f"generate-{subset}.log"
+    if not translated:
+        problem = f"fairseq-generate translated nothing of subset {subset}"
+        raise UserError(f"{problem}. See {log_file} and {translations}.")
+    total = len(sentence_sizes(run.recipe, run.prepared.folder, subset)[0])
+    left_out = total - len(translated)
+    if left_out <= 0:
+        return {}
+    if not section.flags.get(SKIP):
+        raise UserError(
+            f"fairseq-generate translated only {len(translated):,} of {total:,} sentences of {subset}, "
+            f"so there is no score of the subset. {log_file} has the reason."
+        )
+    return {LEFT_OUT: left_out}
 
 
 def _score(run: Run, section: Score, generated: Step) -> Step:
