@@ -90,14 +90,14 @@ def run(args: argparse.Namespace) -> int:
     checkpoint, _ = checkpoint_and_data(args.run_dir, args.data)
     digest = checksum(checkpoint)
     harness = HarnessModel(model, args.max_tokens)
-    maker = provenance()  # the saved answers of one commit are not used by another
-    # lm_eval unpickles the answers that it saves, so they are in a private folder, not in the run folder
+    maker = provenance()
+    # Saved answers are used again only for all of these
     request = (
         f"{digest} {model.cfg.task.data} {args.segmented} {maker['commit']} {output.absolute()}"
     )
-    answered = (
-        private_folder(user_cache() / "zero-shot") / hashlib.sha256(request.encode()).hexdigest()
-    )
+    # lm_eval unpickles the answers that it saves, so they are in a private folder, not in the run folder
+    key = hashlib.sha256(request.encode()).hexdigest()
+    answered = private_folder(user_cache() / "zero-shot") / key
     log.info("%s: %s on %s", checkpoint, ", ".join(names), model.device)
     try:
         results = _evaluate(harness, names, manager, args.limit, answered)
@@ -108,20 +108,8 @@ def run(args: argparse.Namespace) -> int:
             f"--tasks {args.tasks}: cannot read a task's data ({shortened(error)}). lm_eval fetches it "
             "from Hugging Face's hub: go online once, or give --include-path a task file of local data."
         ) from error
-    record = {
-        "run": args.run_dir.name,
-        "checkpoint": str(checkpoint),
-        "checkpoint_sha256": digest,
-        "data": str(model.cfg.task.data),
-        "lm_eval": results["lm_eval_version"],
-        "limit": args.limit,
-        "segmented": args.segmented,
-        "tokens_per_sample": harness.chunk,
-        "carried_chunks": harness.network.decoder.context.chunks if harness.carries_context else 0,
-        "device": str(model.device),
-        "bootstrap_draws": _BOOTSTRAP,
-        "tasks": {name: _task_results(name, results, harness) for name in results["results"]},
-    }
+    record = {"checkpoint": str(checkpoint), "checkpoint_sha256": digest}
+    record |= _evaluation(args, harness, results)
     command = shlex.join(["moa-fairseq", *sys.argv[1:]])
     write_json(output, dict(record | maker, command=command))
     for part in answered.parent.glob(f"{answered.name}_rank*"):
@@ -179,6 +167,22 @@ def _evaluate(
     )
     assert results is not None  # lm_eval returns None only in processes other than the first
     return dict(results)
+
+
+def _evaluation(args: argparse.Namespace, harness: Any, results: Values) -> Values:
+    """The settings and the results of an evaluation, as its file has them."""
+    return {
+        "run": args.run_dir.name,
+        "data": str(harness.text_model.cfg.task.data),
+        "lm_eval": results["lm_eval_version"],
+        "limit": args.limit,
+        "segmented": args.segmented,
+        "tokens_per_sample": harness.chunk,
+        "carried_chunks": harness.network.decoder.context.chunks if harness.carries_context else 0,
+        "device": str(harness.text_model.device),
+        "bootstrap_draws": _BOOTSTRAP,
+        "tasks": {name: _task_results(name, results, harness) for name in results["results"]},
+    }
 
 
 def _task_results(name: str, results: Values, harness: Any) -> Values:
