@@ -54,11 +54,8 @@ ANY_ORDER = True
 
 def names() -> dict[str, Dataset]:
     """The data sets that can be prepared: public, generated, or the user's text."""
-    prepared = {}
-    for name, dataset in datasets().items():
-        if dataset.downloadable or dataset.bring:
-            prepared[name] = dataset
-    return prepared
+    items = datasets().items()
+    return {name: dataset for name, dataset in items if dataset.downloadable or dataset.bring}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

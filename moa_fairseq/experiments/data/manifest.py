@@ -66,27 +66,17 @@ def manifest_of(
 
 def _numbers_of_lines(stages: Mapping[str, Any], dataset: Dataset) -> Values:
     """Split → its number of lines after the last stage that counts them, and the published number."""
-    lines = {}
+    numbers = {}
     for name in ("text", "tokens", "bpe", "pieces"):
         for split, fact in stages.get(name, {}).items():
-            lines[split] = fact["lines"]
-    numbers = {}
-    for split in sorted(lines):
-        numbers[split] = {"found": lines[split], "expected": dataset.expected.get(split)}
-    return numbers
+            expected = dataset.expected.get(split)
+            numbers[split] = {"found": fact["lines"], "expected": expected}
+    return dict(sorted(numbers.items()))
 
 
 def symbols_of(counts: Mapping[str, Symbols]) -> Values:
     """Split, or split.language → numbers of symbols and of <unk>, share of <unk>, longest line."""
-    return {
-        name: {
-            "symbols": count.symbols,
-            "unknown": count.unknown,
-            "share": count.share,
-            "longest": count.longest,
-        }
-        for name, count in counts.items()
-    }
+    return {name: count._asdict() | {"share": count.share} for name, count in counts.items()}
 
 
 def _published_sums(root: Path, settings: Mapping[str, Any], dataset: Dataset) -> Values:

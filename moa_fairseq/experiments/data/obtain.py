@@ -169,12 +169,9 @@ class Store:
 
         def unpack(new: Path) -> dict[str, int]:
             members = extract(archive, {*itertools.chain(*groups)}, new)
-            missing = []
-            for group in groups:
-                if members.keys().isdisjoint(group):
-                    missing.append(" or ".join(group))
+            missing = [group for group in groups if members.keys().isdisjoint(group)]
             if missing:
-                problem = f"{archive} does not contain {', '.join(missing)}"
+                problem = f"{archive} does not contain {', '.join(map(' or '.join, missing))}"
                 raise UserError(f"{problem}: it is not the published archive.")
             return members
 

@@ -153,8 +153,8 @@ def size_digest(source: Path) -> str:
 def _binarised_files(source: Path) -> list[Path]:
     """The files that a digest covers."""
     folder = source / INPUT if is_classification(source) else source
-    paths = [path for path in folder.glob("*.*") if path.suffix in (".bin", ".idx", ".txt")]
-    return list(filter(Path.is_file, paths))
+    suffixes = (".bin", ".idx", ".txt")
+    return [path for path in folder.glob("*.*") if path.suffix in suffixes and path.is_file()]
 
 
 # Keys of a data section that older versions did not have, with the values that give the older versions' data.

@@ -116,8 +116,11 @@ def score(chain: str, texts: Texts, lowercase: bool = False) -> dict[str, Any]:
         metric = text.bleu()
         result = metric.corpus_score(text.hypotheses, text.references)
         signature = str(metric.get_signature())
-        scores = _plain(result) | {"signature": signature, "line": str(result), "chain": text.chain}
-        return scores
+        return _plain(result) | {
+            "signature": signature,
+            "line": str(result),
+            "chain": text.chain,
+        }
     steps = CHAINS[chain]
     hypotheses = list(map(steps.hypothesis, texts.hypotheses))
     references = [list(map(steps.reference, lines)) for lines in texts.references]

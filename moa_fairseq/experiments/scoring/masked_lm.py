@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ class Masking:
         nll: a key of KINDS → the sum of the masked tokens' negative log-likelihoods, in nats.
     """
 
-    tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    masked: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    nll: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    tokens: dict[str, int] = dataclasses.field(default_factory=Counter)
+    masked: dict[str, int] = dataclasses.field(default_factory=Counter)
+    nll: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
 
     def perplexity(self) -> float:
         """The perplexity of all masked tokens, e^(mean NLL) = 2^(loss in bits), as fairseq's validation."""
