@@ -148,27 +148,24 @@ def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--
 
 def _file_layers(path: Path) -> list[dict[str, Any]]:
     """The mappings of a recipe file: those of its bases, lowest first, then its own."""
-    layers = []  # the file's own first
-    pending: list[tuple[Path, list[Path]]] = [
-        (path, [])
-    ]  # files, each with those that it is a base of
+    layers = []  # highest first
+    pending = [(path, [path.resolve()])]  # files, each with the bases that lead to it
     while pending:
-        file, above = pending.pop()
+        file, chain = pending.pop()
         mapping = read_mapping(file, "recipe")
         bases = mapping.pop("base", [])
-        if above:  # the rows of a base are not inherited
+        if len(chain) > 1:  # the rows of a base are not inherited
             mapping.pop("rows", None)
         if mapping.get("experiment") is None:  # so that the name of a base does not replace it
             mapping["experiment"] = file.stem
         if bases:  # the summaries of bases describe other experiments
             mapping.setdefault("summary", file.stem.replace("_", " "))
         layers.append(mapping)
-        above = [*above, file.resolve()]
         for name in bases if isinstance(bases, list) else [bases]:
             base = _find_base(name, file)
-            if base.resolve() in above:
+            if base.resolve() in chain:
                 fail(str(file), "base", f"{base} is built on this file itself.")
-            pending.append((base, above))
+            pending.append((base, [*chain, base.resolve()]))
             if len(layers) + len(pending) > MOST_LAYERS:
                 problem = f"makes a recipe of more than {MOST_LAYERS} files: merge some of them."
                 fail(str(file), "base", problem)
