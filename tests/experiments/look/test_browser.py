@@ -52,7 +52,7 @@ def opened(chromium, pages):
         page.on("pageerror", lambda error: trouble.append(str(error)))
         url = (pages / f"{name}.html").as_uri()
         page.on("request", lambda request: request.url == url or trouble.append(request.url))
-        page.set_default_timeout(5000)
+        page.set_default_timeout(60_000)  # a busy machine draws slowly
         page.goto(url)
         return page
 
