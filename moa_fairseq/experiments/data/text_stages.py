@@ -177,16 +177,16 @@ def _write_split(
     split: Split, languages: Sequence[str], folder: Path, workers: int
 ) -> dict[str, Values]:
     """Write a split and the split that it holds out; the facts of both as in `write_splits`."""
-    retained = 0
     with contextlib.ExitStack() as stack:
         main = _Output(folder, split.name, languages, stack)
         outputs = [main]
         if split.hold_out:
             outputs.append(_Output(folder, split.hold_out.split, languages, stack))
-        for retained, pair in enumerate(_retained_pairs(split, workers, main.drops), 1):
-            is_held_out = split.hold_out and retained % split.hold_out.every == 0
-            outputs[-1 if is_held_out else 0].write(pair)
-    read = retained + main.drops.total()
+        for number, pair in enumerate(_retained_pairs(split, workers, main.drops), 1):
+            is_held_out = split.hold_out and number % split.hold_out.every == 0
+            output = outputs[-1] if is_held_out else main
+            output.write(pair)
+    read = sum(output.lines for output in outputs) + main.drops.total()
     _check_split(split, main, read)
     facts = {}
     for output in outputs:
@@ -234,7 +234,8 @@ def _first_bad_line(split: Split) -> str:
     """The first unusable line of a split's files as an error: file, number, problem and remedy."""
     try:
         for file in itertools.chain.from_iterable(split.files):
-            collections.deque(read_lines(file.path), maxlen=0)
+            for _ in read_lines(file.path):
+                pass
     except UserError as error:  # it names the line
         return str(error)
     return ""

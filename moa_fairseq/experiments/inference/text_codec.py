@@ -31,10 +31,15 @@ def codec_of(data: Path, kind: str) -> Any:
         raise UserError(
             f"There is no {MANIFEST} next to {data} with its text preparation. {_REMEDY}"
         )
-    if rules.kind != kind or (kind == TRANSLATION and not rules.target):
+    manifest = data.parent / MANIFEST
+    if rules.kind != kind:
         verb = "translate" if rules.kind == TRANSLATION else "complete"
-        hint = f"`moa-fairseq {verb}` reads such runs, fill-mask those of masked language models."
-        raise UserError(f"{data.parent / MANIFEST} is not for {kind} data: {hint}")
+        raise UserError(
+            f"{manifest} is not for {kind} data: `moa-fairseq {verb}` reads such runs, and "
+            "`moa-fairseq fill-mask` reads runs of masked language models."
+        )
+    if kind == TRANSLATION and not rules.target:
+        raise UserError(f"{manifest} names no target language. {_REMEDY}")
     files = text_files(data)
     if kind == TRANSLATION:
         codecs = _translation_codecs(rules, files, data.parent)
@@ -47,7 +52,13 @@ def codec_of(data: Path, kind: str) -> Any:
 def _translation_codecs(
     rules: TextRules, files: Mapping[str, Path], folder: Path
 ) -> tuple[Any, Any]:
-    """The codecs of the source's and the target's words, by the `files` of a prepared folder."""
+    """The codecs of the source's and the target's words.
+
+    Args:
+        rules: the preparation of the text.
+        files: name of a file in a prepared folder → its path.
+        folder: the prepared folder, for the error.
+    """
     if rules.encoder == SENTENCEPIECE:
         is_joined = f"model/{pieces.MODEL}" in files
         models = pieces.names((rules.source, rules.target), is_joined)

@@ -67,14 +67,18 @@ def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> Scores:
     """
     if recipe.kind != CAUSAL_LM:
         return read_scores(path)
-    sizes, _ = sentence_sizes(recipe, data, subset)
-    if recipe.score and recipe.score.flags.get("sample-break-mode") == "complete_doc":
-        sizes = sizes[sizes > 1]  # an empty line, of one token, is the end of a document
     text = path.read_text(encoding="utf-8", errors="replace")
-    scores = read_report(text, path, recipe, int(sizes.sum()))
+    scores = read_report(text, path, recipe, _tokens_to_evaluate(recipe, data, subset))
     (symbols,) = count_symbols(data, (), [subset]).values()
     scores["meta"]["evaluation"]["unknown"] = round(symbols.share, 6)
     return scores
+
+
+def _tokens_to_evaluate(recipe: Recipe, data: Path, subset: str) -> int:
+    sizes, _ = sentence_sizes(recipe, data, subset)
+    if recipe.score and recipe.score.flags.get("sample-break-mode") == "complete_doc":
+        sizes = sizes[sizes > 1]  # an empty line, of one token, is the end of a document
+    return int(sizes.sum())
 
 
 def read_report(text: str, path: Path, recipe: Recipe, data_tokens: int | None = None) -> Scores:
@@ -93,32 +97,32 @@ def read_report(text: str, path: Path, recipe: Recipe, data_tokens: int | None =
     if not match:
         raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
     bits, perplexity = map(float, match.groups())
-    return {
-        "lm_ppl": {"score": perplexity, "loss_base2": bits},
-        "lm_bits": {"score": bits},
-        "meta": {"evaluation": _evaluation(text, path, recipe, data_tokens)},
-    }
-
-
-def _evaluation(text: str, path: Path, recipe: Recipe, data_tokens: int | None) -> dict[str, Any]:
-    """The settings and the number of tokens of an evaluation, see `read_report`."""
-    flags = recipe.score.flags if recipe.score else {}
-    evaluation = {name.replace("-", "_"): flags[name] for name in _SETTINGS if name in flags}
-    block = _OWN_BLOCK.search(text)
-    if block:  # replaces a default that is too long
-        evaluation["tokens_per_sample"] = int(block[1])
-    tokens = _TOKENS.search(text)
-    if not tokens:
-        return evaluation
-    count = int(tokens[1].replace(",", ""))
-    evaluation["tokens"] = count
-    if data_tokens and count < data_tokens:
+    evaluation = _evaluation(text, recipe)
+    tokens = evaluation.get("tokens")
+    if tokens is not None and data_tokens is not None and tokens < data_tokens:
         length = recipe.training_flags.get("tokens-per-sample")
         raise UserError(
-            f"{path}: fairseq-eval-lm evaluated {count:,} of {data_tokens:,} tokens, because it skips "
+            f"{path}: fairseq-eval-lm evaluated {tokens:,} of {data_tokens:,} tokens, because it skips "
             f"text longer than the model's limit. Run the recipe again with --set "
             f"score.flags.tokens-per-sample={length} and score.flags.sample-break-mode=none."
         )
+    return {
+        "lm_ppl": {"score": perplexity, "loss_base2": bits},
+        "lm_bits": {"score": bits},
+        "meta": {"evaluation": evaluation},
+    }
+
+
+def _evaluation(text: str, recipe: Recipe) -> dict[str, Any]:
+    """The settings of an evaluation, and the number of tokens if fairseq-eval-lm printed it."""
+    flags = recipe.score.flags if recipe.score else {}
+    evaluation = {name.replace("-", "_"): flags[name] for name in _SETTINGS if name in flags}
+    block = _OWN_BLOCK.search(text)
+    if block:  # the model's limit, in place of a longer default
+        evaluation["tokens_per_sample"] = int(block[1])
+    tokens = _TOKENS.search(text)
+    if tokens:
+        evaluation["tokens"] = int(tokens[1].replace(",", ""))
     return evaluation
 
 

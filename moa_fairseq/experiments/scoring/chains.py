@@ -112,20 +112,19 @@ def score(chain: str, texts: Texts, lowercase: bool = False) -> dict[str, Any]:
         UserError: in the cases of `multi_bleu` and `running_text`.
     """
     if chain == SACREBLEU:
-        text = running_text(texts)
-        metric = text.bleu()
-        result = metric.corpus_score(text.hypotheses, text.references)
-        signature = str(metric.get_signature())
-        return _plain(result) | {
-            "signature": signature,
-            "line": str(result),
-            "chain": text.chain,
-        }
+        return _sacrebleu(running_text(texts))
     steps = CHAINS[chain]
     hypotheses = list(map(steps.hypothesis, texts.hypotheses))
     references = [list(map(steps.reference, lines)) for lines in texts.references]
     scores = multi_bleu(hypotheses, references, lowercase)
     return scores | {"chain": f"{steps.description}, {_case(lowercase)}"}
+
+
+def _sacrebleu(text: "RunningText") -> dict[str, Any]:
+    metric = text.bleu()
+    result = metric.corpus_score(text.hypotheses, text.references)
+    signature = str(metric.get_signature())
+    return _plain(result) | {"signature": signature, "line": str(result), "chain": text.chain}
 
 
 def _case(lowercase: bool) -> str:
@@ -158,15 +157,7 @@ def multi_bleu(
                 f"{len(hypotheses)} hypotheses but {len(reference)} lines in reference {number}: BLEU needs "
                 f"the same number of lines. Check that both stem from the same test set and are complete."
             )
-
-    def words(line: str) -> str:
-        # The script reads bytes: only ASCII white space separates words and only ASCII letters are lowered.
-        # sacreBLEU splits at any white space, such as a no-break space, so it is given each word in hex.
-        data = line.encode()
-        if lowercase:
-            data = data.lower()
-        return " ".join(word.hex() for word in data.split())
-
+    words = functools.partial(_words_in_hex, lowercase=lowercase)
     metric = BLEU(tokenize="none", smooth_method="none", force=True)
     reference_words = [list(map(words, lines)) for lines in references]
     result = metric.corpus_score(list(map(words, hypotheses)), reference_words)
@@ -183,10 +174,26 @@ def multi_bleu(
     return _plain(result) | {"line": line}
 
 
+def _words_in_hex(line: str, lowercase: bool) -> str:
+    """The words of a line as multi-bleu.perl separates them, which sacreBLEU cannot split any further.
+
+    The script reads bytes: only ASCII white space separates words, and only ASCII letters are lowered.
+    """
+    data = line.encode()
+    if lowercase:
+        data = data.lower()
+    return " ".join(word.hex() for word in data.split())
+
+
 def _plain(result: Any) -> dict[str, object]:
     """sacreBLEU's score as plain data, not rounded."""
-    lengths = {"hyp_len": result.sys_len, "ref_len": result.ref_len}
-    return {"score": result.score, "precisions": result.precisions, "bp": result.bp} | lengths
+    return {
+        "score": result.score,
+        "precisions": result.precisions,
+        "bp": result.bp,
+        "hyp_len": result.sys_len,
+        "ref_len": result.ref_len,
+    }
 
 
 @functools.cache

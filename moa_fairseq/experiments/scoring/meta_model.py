@@ -79,7 +79,8 @@ def build_meta_model(
     """
     task_name = task_of(arch)
     dictionary = dictionary_of(vocab_size)
-    if vocab_size <= (special := dictionary.nspecial):
+    special = dictionary.nspecial
+    if vocab_size <= special:
         raise UserError(
             f"--vocab-size {vocab_size}: a fairseq dictionary holds {special} special symbols before the "
             f"first word; give the number of lines of dict.txt plus {special}."
@@ -95,24 +96,27 @@ def build_meta_model(
         output_dictionary=dictionary,
         args=args,
     )
+    try:
+        with quiet():
+            model = None if weights else _on_meta_device(args, task)
+            if model is None:
+                model = ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
+            return model
+    # Some models of fairseq need special data or packages, without which they raise such errors
+    except (ValueError, AssertionError, AttributeError, NameError, ImportError) as error:
+        setting = " ".join(model_flags) or f"a vocabulary of {vocab_size}"
+        reason = str(error) or type(error).__name__
+        raise UserError(f"fairseq cannot build {arch} with {setting}: {reason}") from error
+
+
+def _on_meta_device(args: argparse.Namespace, task: SimpleNamespace) -> BaseFairseqModel | None:
+    """The model without weights; None if its initialisation copies values."""
     build = ARCH_MODEL_REGISTRY[args.arch].build_model
-    with quiet():
-        try:
-            if not weights:
-                # NotImplementedError: the initialisation copies values, so the model needs weights
-                with (
-                    contextlib.suppress(NotImplementedError),
-                    torch.device("meta"),
-                    _WithoutValues(),
-                    _without_bert_initialisation(),
-                ):
-                    return build(args, task)
+    try:
+        with torch.device("meta"), _WithoutValues(), _without_bert_initialisation():
             return build(args, task)
-        # Some models of fairseq need special data or packages, without which they raise such errors
-        except (ValueError, AssertionError, AttributeError, NameError, ImportError) as error:
-            setting = " ".join(model_flags) or f"a vocabulary of {vocab_size}"
-            reason = str(error) or type(error).__name__
-            raise UserError(f"fairseq cannot build {arch} with {setting}: {reason}") from error
+    except NotImplementedError:
+        return None
 
 
 class _WithoutValues(TorchFunctionMode):
@@ -164,24 +168,28 @@ def parse_training_flags(
     argv = sys.argv
     sys.argv = ["fairseq-train"]
     try:
-        # Only the last line of fairseq's error says what is wrong; hundreds of lines of usage come before it
         with quiet(), contextlib.redirect_stderr(complaint):
             return options.parse_args_and_arch(parser, flags)
     except SystemExit as error:
-        lines = complaint.getvalue().strip().splitlines() or ["unknown flag"]
-        reason = re.sub(
-            r"\(choose from (.{200}).*\)", r"(choose from \1 ...)", lines[-1].split("error: ")[-1]
-        )
-        _, _, unknown = reason.partition("unrecognized arguments: ")
-        hints = ""
-        for word in unknown.split():
-            if word.startswith("--"):
-                hints += did_you_mean(word, parser._option_string_actions)
-        raise UserError(f"{refusal}: {reason}{hints}") from error
+        reason = _reason(complaint.getvalue(), parser)
+        raise UserError(f"{refusal}: {reason}") from error
     except (ValueError, KeyError, AssertionError) as error:  # fairseq's checks of flags
         raise UserError(f"{refusal}: {error}") from error
     finally:
         sys.argv = argv
+
+
+def _reason(complaint: str, parser: argparse.ArgumentParser) -> str:
+    """What is wrong with the flags, by the parser's complaint, and the flags that were perhaps meant."""
+    # Hundreds of lines of usage come before the last line
+    lines = complaint.strip().splitlines() or ["unknown flag"]
+    reason = lines[-1].split("error: ")[-1]
+    reason = re.sub(r"\(choose from (.{200}).*\)", r"(choose from \1 ...)", reason)
+    _, _, unknown = reason.partition("unrecognized arguments: ")
+    for word in unknown.split():
+        if word.startswith("--"):
+            reason += did_you_mean(word, parser._option_string_actions)
+    return reason
 
 
 @functools.lru_cache(maxsize=8)
@@ -200,8 +208,9 @@ def dictionary_of(symbols: int) -> Dictionary:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Inside the block, messages at INFO are not logged: constructors of models write many of them."""
-    logging.disable(logging.INFO)
+    earlier = logging.root.manager.disable
+    logging.disable(max(earlier, logging.INFO))
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(earlier)

@@ -39,13 +39,13 @@ CACHE_COLUMNS = (
     Column("decoding", "decoding time, ratio", ">"),
     Column("pareto", "Pareto"),
 )
-CACHE_HEADING = (
+CACHE_NOTE = (
     "Cache: bytes per token and layer, with 2 bytes per value. Differences are to the first system; their "
     "intervals are not corrected. Decoding time: seconds per token, divided by the first system's; in "
     "brackets the device and the number of texts at a time. All systems were timed in turn, in one process. "
     "Pareto: no system with as many bytes or fewer has a lower mean loss."
 )
-CONTRAST_HEADINGS = {
+CONTRAST_NOTES = {
     "contrasts": "The system is better if the difference is negative. p is that of a two-sided paired t "
     "test after Holm's correction for all contrasts. Intervals and the minimum detectable effect (MDE) are "
     "not corrected. Equivalence means ± {margin} bits. `results/PROTOCOL.md` defines the verdicts.",
@@ -65,7 +65,7 @@ TRANSLATION_COLUMNS = (
     Column("p_seeds_holm", "p, seeds", ".3g"),
     Column("p_holm", "p, sentences", ".3g"),
 )
-TRANSLATION_HEADING = (
+TRANSLATION_NOTE = (
     'The system is better if the difference is positive. The interval and "p, seeds" are those of a paired t '
     'test over seeds. "p, sentences" is that of approximate randomisation: it covers the choice of test '
     "sentences, but not chance in training. Both p are corrected for all contrasts of a metric (Holm)."
@@ -89,17 +89,17 @@ def as_text(study: Study, content: Report, markdown: bool = False) -> str:
     """
     seeds = _equal_seeds(content)
     blocks = [*_introduction(study, content, seeds), _systems(content, seeds)]
-    for key, text in CONTRAST_HEADINGS.items():
+    for key, note in CONTRAST_NOTES.items():
         if rows := content.get(key):
             table = _contrasts(study, rows, seeds)
-            blocks += [HEADINGS[key], text.format(margin=study.margin), table]
+            blocks += [HEADINGS[key], note.format(margin=study.margin), table]
     if rows := content.get("cache"):
-        blocks += [HEADINGS["cache"], CACHE_HEADING, _caches(rows)]
+        blocks += [HEADINGS["cache"], CACHE_NOTE, _caches(rows)]
     if rows := content.get("translations"):
-        signatures = f"{rows[0]['signature']}, {rows[-1]['signature']}"
-        lines = [dict(row, interval=interval_of(row)) for row in rows]
-        table = Table(_columns(TRANSLATION_COLUMNS, seeds), lines)
-        blocks += [HEADINGS["translations"], f"{TRANSLATION_HEADING} {signatures}", table]
+        # One of BLEU and one of chrF
+        signatures = ", ".join(dict.fromkeys(row["signature"] for row in rows))
+        note = f"{TRANSLATION_NOTE} {signatures}"
+        blocks += [HEADINGS["translations"], note, _translations(rows, seeds)]
     blocks += ["## Runs", _made_by(content["made_by"])]
     return page(blocks, markdown)
 
@@ -136,6 +136,11 @@ def _contrasts(study: Study, rows: list[dict[str, Any]], seeds: int | None) -> T
         labels = {side: study.systems[row[side]].label for side in ("first", "second")}
         lines.append(dict(row, interval=interval_of(row, 4)) | labels)
     return Table(_columns(CONTRAST_COLUMNS, seeds), lines)
+
+
+def _translations(rows: list[dict[str, Any]], seeds: int | None) -> Table:
+    cells = [dict(row, interval=interval_of(row)) for row in rows]
+    return Table(_columns(TRANSLATION_COLUMNS, seeds), cells)
 
 
 def _caches(rows: list[dict[str, Any]]) -> Table:
