@@ -94,19 +94,20 @@ def measure_heads(
     """
     model = model.to(device).eval()
     tokens = tokens.to(device)
-    length = tokens.size(1) // 2
-    # </s> is at 0, the symbols are at 1 … N and again at N + 1 … 2·N; behind the last of them is no copy
+    num_symbols = tokens.size(1) // 2
+    # </s> is at 0, the symbols are at 1 … N and again at N + 1 … 2·N; behind the last of them is no copy.
+    # The key of query i, at i − N + 1, has the symbol that follows
     places = Places(
         tokens=tokens,
-        queries=torch.arange(length + 1, 2 * length),
-        keys=torch.arange(2, length + 1),
+        queries=torch.arange(num_symbols + 1, 2 * num_symbols),
+        keys=torch.arange(2, num_symbols + 1),
     )
     copying_by_name: dict[str, Copying] = {}
 
     def watch(name: str, module: nn.Module, call: dict[str, Any], routings: NamedRoutings) -> None:
         if isinstance(module, Attention):
-            sides = dict(routings_of(name, routings))
-            copying_by_name[name] = direct_effects(model, module, call, places, sides)
+            module_routings = dict(routings_of(name, routings))
+            copying_by_name[name] = direct_effects(model, module, call, places, module_routings)
 
     with torch.no_grad():
         weights_by_name, routings, output = pass_with_weights(
@@ -115,15 +116,15 @@ def measure_heads(
     heads: list[HeadScore] = []
     for name, weights in weights_by_name.items():
         module = model.get_submodule(name)
-        sides = dict(routings_of(name, routings))
+        module_routings = dict(routings_of(name, routings))
         copying = copying_by_name.get(name, Copying())
-        heads += _scores(name, module, weights, sides, copying, places)
+        heads += _module_scores(name, module, weights, module_routings, copying, places)
     likeliest = output[0][:, places.queries].argmax(-1)
     accuracy = (likeliest == tokens[:, places.keys]).double().mean().item()
     return heads, accuracy
 
 
-def _scores(
+def _module_scores(
     name: str,
     module: nn.Module,
     weights: Tensor,
@@ -134,36 +135,63 @@ def _scores(
     """The scores of a module's heads from the weights of its heads or slots, [H, B, T, S]."""
     routing = _routing_to_heads(module, routings)
     if routing is None:
-        kind = "head"
-        head_weights = weights
-        chosen = torch.ones(weights.shape[:3], dtype=torch.bool)
-        head_copying = torch.stack(copying.heads) if copying.heads else None
+        heads = _unrouted_heads(weights, copying)
     else:
-        kind = "expert"
-        expert_of_slot, num_experts = _expert_of_slot(module, routing, places)
-        head_weights = _scatter_to_experts(weights, expert_of_slot, num_experts)
-        is_taken = torch.ones_like(expert_of_slot, dtype=torch.bool)
-        chosen = _scatter_to_experts(is_taken, expert_of_slot, num_experts)
-        head_copying = _copying_by_expert(
-            copying, expert_of_slot[:, :, places.queries], num_experts
-        )
-    attention = head_weights[:, :, places.queries, places.keys]  # [H, B, N − 1]
-    chosen_by_queries = chosen[:, :, places.queries]
+        heads = _routed_heads(module, weights, routing, copying, places)
+    attention = heads.weights[:, :, places.queries, places.keys]  # [H, B, N − 1]
+    is_chosen = heads.is_chosen[:, :, places.queries]
     gates = _gates_of_heads(module, routings, places)
     routing_of_values = value_routing(module, routings)
     scores = []
-    for head, (head_attention, is_chosen) in enumerate(zip(attention, chosen_by_queries)):
-        shares = None if head_copying is None else head_copying[head]
-        score = _head_score(name, kind, head + 1, head_attention, shares, is_chosen)
+    for head in range(len(attention)):
+        head_copying = None if heads.copying is None else heads.copying[head]
+        score = _head_score(
+            name, heads.kind, head + 1, attention[head], head_copying, is_chosen[head]
+        )
         if routing_of_values is not None:
             score.experts = _value_scores(
-                name, head, routing_of_values, head_attention, copying, places
+                name, head, routing_of_values, attention[head], copying, places
             )
-        score.map = HeadMap(
-            head_weights[head, 0], {side: gate[head] for side, gate in gates.items()}
-        )
+        head_gates = {side: gate[head] for side, gate in gates.items()}
+        score.map = HeadMap(heads.weights[head, 0], head_gates)
         scores.append(score)
     return scores
+
+
+class _Heads(NamedTuple):
+    """What the heads of a module attend to.
+
+    Args:
+        kind: "head", or "expert" if an expert is a head.
+        weights: the attention, [H, B, T, T].
+        is_chosen: whether a symbol uses a head, [H, B, T].
+        copying: the copying of each head, [H, B, N − 1]; None if it was not measured.
+    """
+
+    kind: str
+    weights: Tensor
+    is_chosen: Tensor
+    copying: Tensor | None
+
+
+def _unrouted_heads(weights: Tensor, copying: Copying) -> _Heads:
+    is_chosen = torch.ones(weights.shape[:3], dtype=torch.bool)
+    head_copying = torch.stack(copying.heads) if copying.heads else None
+    return _Heads("head", weights, is_chosen, head_copying)
+
+
+def _routed_heads(
+    module: nn.Module, weights: Tensor, routing: Routing, copying: Copying, places: Places
+) -> _Heads:
+    expert_of_slot, num_experts = _expert_of_slot(module, routing, places)
+    is_taken = torch.ones_like(expert_of_slot, dtype=torch.bool)
+    expert_of_query = expert_of_slot[:, :, places.queries]
+    return _Heads(
+        "expert",
+        _scatter_to_experts(weights, expert_of_slot, num_experts),
+        _scatter_to_experts(is_taken, expert_of_slot, num_experts),
+        _copying_by_expert(copying, expert_of_query, num_experts),
+    )
 
 
 def _routing_to_heads(module: nn.Module, routings: dict[str, Routing]) -> Routing | None:
@@ -176,13 +204,13 @@ def _routing_to_heads(module: nn.Module, routings: dict[str, Routing]) -> Routin
 
 def _expert_of_slot(module: nn.Module, routing: Routing, places: Places) -> tuple[Tensor, int]:
     """The expert in each slot of each token, [K, B, T], and E, the number of experts that are heads."""
-    head_ids = routing.expert_ids
+    expert_ids = routing.expert_ids
     num_experts = routing.num_experts
-    if isinstance(module, MixtureOfAttention):  # an expert is a group of heads
-        head_ids = module.head_index(routing)
+    if isinstance(module, MixtureOfAttention):  # each head of an expert counts as one
+        expert_ids = module.head_index(routing)
         num_experts *= module.heads_per_expert
     # [B·T, K] → [B, T, K] → [K, B, T]
-    return head_ids.view(*places.tokens.shape, -1).permute(2, 0, 1).cpu(), num_experts
+    return expert_ids.view(*places.tokens.shape, -1).permute(2, 0, 1).cpu(), num_experts
 
 
 def _scatter_to_experts(values: Tensor, expert_of_slot: Tensor, num_experts: int) -> Tensor:
@@ -237,8 +265,10 @@ def _value_scores(
         index = head * experts_per_head + expert
         # [B·T] → [B, T] → [B, N − 1]
         is_chosen = (routing.expert_ids == index).any(1).view_as(places.tokens)[:, places.keys]
-        shares = copying.value_experts[index] if copying.value_experts else None
-        scores.append(_head_score(name, "expert", expert + 1, attention, shares, is_chosen.cpu()))
+        expert_copying = copying.value_experts[index] if copying.value_experts else None
+        scores.append(
+            _head_score(name, "expert", expert + 1, attention, expert_copying, is_chosen.cpu())
+        )
     return scores
 
 
