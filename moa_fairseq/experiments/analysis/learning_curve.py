@@ -163,7 +163,7 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
 
 
 def _append(points: list[Point], updates: Any, seconds: float | None, value: Any) -> None:
-    """Append a measurement, if there are numbers for it.
+    """Append a measurement.
 
     It replaces measurements of the same or a later update, which a resumed training repeats.
     """
@@ -172,7 +172,7 @@ def _append(points: list[Point], updates: Any, seconds: float | None, value: Any
         position = int(float(updates))
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        return
+        return  # not a measurement
     while points and points[-1].updates >= position:
         points.pop()
     points.append(Point(position, seconds, number))
