@@ -46,7 +46,7 @@ class Step:
         captured: "out" or "both": the output is what the command prints, without or with its errors; "": the
             command writes the output itself.
         used: a function that returns further inputs, known only after the output is made. Its arguments are
-            the facts of the output, and whether to check these inputs anew or return those recorded.
+            the facts of the output, and whether to compute these inputs again or return those recorded.
         watch: a function that gets each line that the command prints.
         finish: a function that gets the command's output, checks or completes it, and returns facts.
         in_place: True if the output is a folder in which the command itself resumes (fairseq's checkpoints).
@@ -63,7 +63,7 @@ class Step:
     argv: Sequence[str] | Callable[[Path], Any]
     inputs: Inputs = dataclasses.field(default_factory=dict)
     captured: str = ""
-    used: Callable[[Any, bool], Mapping[str, Any]] = lambda facts, anew: {}
+    used: Callable[[Any, bool], Mapping[str, Any]] = lambda facts, recompute: {}
     watch: Callable[[str], None] | None = None
     finish: Callable[[Path], Any] = lambda made: None
     in_place: bool = False

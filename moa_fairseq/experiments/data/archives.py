@@ -26,9 +26,8 @@ _DAMAGED = (
     *(EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
     *(ValueError, OverflowError, struct.error, IndexError),
 )
-Member = tuple[
-    str, Callable[[], IO[bytes]]
-]  # the path of a file in an archive, and a function that opens it
+# The path of a file in an archive, and a function that opens it
+Member = tuple[str, Callable[[], IO[bytes]]]
 
 
 class DamagedArchive(UserError):

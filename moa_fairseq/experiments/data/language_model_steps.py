@@ -171,12 +171,12 @@ class LanguageModelPreparation:
         texts = self.job.text_inputs()
         return inputs | {"texts": texts, "splits": dict(self.data.byte_splits)}
 
-    def _checksums(self, facts: Mapping[str, Any] | None, anew: bool) -> Values:
+    def _checksums(self, facts: Mapping[str, Any] | None, recompute: bool) -> Values:
         """The checksums of the parts that a step read.
 
         Args:
             facts: the facts of the step, None before its first run.
-            anew: True to compute the checksums of the parts that still exist, instead of those recorded.
+            recompute: whether to compute the checksums again, of parts that still exist.
         """
         content: Values = {}
         if not facts or not self.max_tokens:
@@ -186,7 +186,7 @@ class LanguageModelPreparation:
             checksums = {}
             for part in parts:
                 if part.name in recorded:
-                    current = self.job.digest(part) if anew else None
+                    current = self.job.digest(part) if recompute else None
                     checksums[part.name] = current or recorded[part.name]
             if checksums:
                 content[f"content of {split}"] = checksums

@@ -147,7 +147,7 @@ def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--
 
 
 def _file_layers(path: Path) -> list[dict[str, Any]]:
-    """The mappings of a recipe file: those of its bases, lowest first, then its own."""
+    """The mappings of a recipe file's bases, the lowest first, and of the file itself."""
     layers = []  # highest first
     pending = [(path, [path.resolve()])]  # files, each with the bases that lead to it
     while pending:

@@ -165,7 +165,7 @@ def _check_study(study: Study, file: str) -> None:
 
 
 def _check_tuning(tuning: Tuning, study: Study, file: str) -> None:
-    """Raise UserError for an invalid number, an empty grid, too many runs, and a seed of the study."""
+    """Raise UserError for an invalid number, an empty grid, too many runs, and a seed that the study has."""
     _check_limits(tuning, file, "tuning.")
     points = math.prod(map(len, tuning.grid.values()))
     if not points or not tuning.grid:
