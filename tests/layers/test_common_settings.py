@@ -110,7 +110,7 @@ def hidden_keys(module):
     return torch.zeros(T, T, dtype=torch.float64).masked_fill(hidden, -math.inf)
 
 
-@pytest.mark.thorough(keep=("[MoA-", "[dense-", "all"))
+@pytest.mark.thorough(keep=("[MoA-", "[dense-", "[latent-", "all"))
 @pytest.mark.parametrize(("family", "name"), TAKEN)
 def test_output_and_every_gradient(family, name):
     module = build(family, name)

@@ -145,6 +145,13 @@ def test_a_drawn_expert_is_f_i_and_leaves_the_gate_without_gradient(dropped):
     assert not torch.allclose(mixed, out)
 
 
+def test_draws_are_equal_in_every_process():
+    """A restart, or another worker, must draw these experts again."""
+    draw = ExpertDraw(torch.arange(6), seed=1, update=1)
+    experts = draw.choose("encoder.layers.0.self_attn", torch.full((6, 8), 1 / 8))
+    assert experts.tolist() == [1, 0, 7, 0, 4, 3]
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("draw", [False, True])
 @pytest.mark.parametrize("window", [None, 3])

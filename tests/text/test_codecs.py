@@ -48,6 +48,12 @@ def test_bytes_and_merges_give_the_line_back(line):
     assert letters(codec.decode(codec.encode(line))) == letters(line)
 
 
+def test_the_text_of_merges_is_that_of_their_file():
+    text = "#version: 0.2\nt h\nth e</w>\nh e\na b\n"
+    merges = MergeCodec(BPE(io.StringIO(text)))
+    assert merges.text() == text
+
+
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_pieces_give_the_words_back(tmp_path, kind):
     path = tmp_path / "model"

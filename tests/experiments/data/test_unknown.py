@@ -75,6 +75,15 @@ def test_parts_are_the_line_and_none_is_too_long(seed):
         assert all(part.startswith(" ") for part in parts[1:])
 
 
+@pytest.mark.parametrize(
+    ("letter", "size"), [("a", 1), ("ü", 2), ("\u0e01", 3), ("\U0001f600", 4)]
+)
+def test_a_line_is_split_by_its_bytes(letter, size):
+    longest = letter * (pieces.LONGEST // size)
+    assert [*pieces._parts(longest)] == [longest]
+    assert [*pieces._parts(longest + letter)] == [longest, letter]
+
+
 def test_parts_teach_what_the_whole_line_does(tmp_path, made):
     lines = made.sentences(300, "en")
     settings = {"split_digits": True, "model_type": "bpe"}

@@ -470,6 +470,19 @@ def test_the_best_checkpoints_that_are_kept_count_too(small, write_config):
     assert disk(load_recipe(write_config(small)), model, False, 30, 3)["files"] == files - 1
 
 
+@pytest.mark.parametrize(("keep", "files"), [(None, 3), (-1, 3), (0, 3), (2, 2), (5, 3)])
+def test_checkpoints_by_updates_stay_unless_their_number_is_limited(
+    small, write_config, keep, files
+):
+    model = torch.nn.Linear(2, 2)
+    before = disk(load_recipe(write_config(small)), model, False, 30, 3)["files"]
+    small["train"]["flags"]["save-interval-updates"] = 10  # 3 in 30 updates
+    if keep is not None:
+        small["train"]["flags"]["keep-interval-updates"] = keep
+    after = disk(load_recipe(write_config(small)), model, False, 30, 3)["files"]
+    assert after == before + files
+
+
 def test_averaged_weights_are_a_second_copy_in_each_checkpoint(small, write_config):
     weights = 6 * 4  # bytes of the model, beside 8 of Adam for each of its 6 numbers
     for ema, copies in ((False, 1), (True, 2)):

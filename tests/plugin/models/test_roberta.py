@@ -9,6 +9,7 @@ from whole_models import batch, build
 
 import moa_fairseq
 from moa_fairseq.layers.moa import MixtureOfAttention
+from moa_fairseq.layers.sigma_moe import SigmaMoE
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 
 assert moa_fairseq.__version__
@@ -39,6 +40,20 @@ def test_flags_override_the_architecture_and_noise_starts_at_zero():
     attention = model.encoder.sentence_encoder.layers[0].self_attn
     assert attention.num_experts == 5 and attention.k_proj.bias is None
     assert not attention.router.noise_projection.weight.any()
+
+
+@pytest.mark.parametrize(
+    ("initialization", "scale"), [("own", 1.0), ("depth-scaled", 0.5**0.5)]
+)
+def test_sigma_moe_starts_as_its_authors_do_and_not_as_bert(initialization, scale):
+    """√(2/n) / √fan-in of 4 layers; rows of a router have one length."""
+    model = build(ARCH, "--sigma-moe-num-experts", 4, "--initialization", initialization)
+    layers = [module for module in model.modules() if isinstance(module, SigmaMoE)]
+    assert len(layers) == 4
+    for layer in layers:
+        lengths = layer.router.projection.weight.norm(dim=1)
+        torch.testing.assert_close(lengths, torch.full_like(lengths, scale))
+        assert layer.up.weight.std().item() == pytest.approx(scale / 128**0.5, rel=0.05)
 
 
 def test_a_checkpoint_brings_its_heads_and_old_names_along():
