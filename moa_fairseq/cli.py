@@ -50,6 +50,7 @@ VERBS = {
     "study": ("study.command", "systems × seeds: train them, and judge their differences"),
     "corpus": ("corpus.command", "build the embedded English-German corpus"),
 }
+TEXT_VERBS = ("translate", "complete", "fill-mask")  # their standard output is their text alone
 
 
 class Console(logging.Handler):
@@ -150,9 +151,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
         metavar="DIR",
         help="a fairseq plugin of your own, for architectures that it registers",
     )
-    words = argv
-    if argv[:1] == ["--user-dir"]:
-        words = argv[2:]
+    words = argv[2:] if argv[:1] == ["--user-dir"] else argv
     verb_name = next((word for word in words if not word.startswith("-")), None)
     verbs = parser.add_subparsers(
         dest="verb", required=True, metavar="VERB", parser_class=_VerbParser
@@ -209,14 +208,12 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         The exit status: the verb's own, usually 0; 2 for an error that the user can put right (a UserError,
-            an
-        error of a file, a missing library), 3 for a training that diverged, 130 for Ctrl-C, 141 for a closed
-        pipe.
+            an error of a file, a missing library); 3 for a training that diverged; 130 for Ctrl-C; 141 for a
+            closed pipe.
 
     Raises:
         SystemExit: from argparse, for --help and for wrong flags.
     """
-    # This is the program itself. Its children import nothing from the working directory either.
     if argv is None:
         use_utf8()
         os.environ["PYTHONSAFEPATH"] = "1"
@@ -227,53 +224,48 @@ def main(argv: list[str] | None = None) -> int:
         args = build_parser(argv).parse_args(argv)
     except ImportError as error:  # the layers need torch alone, the commands need more
         remedy = "bash scripts/setup.sh, or pip install '.[recipes,fairseq]' in the repository"
-        print(
-            f"moa-fairseq: error: {str(error).rstrip('.')}. To install what it needs: {remedy}.",
-            file=sys.stderr,
-        )
-        return 2
-    logging.getLogger().setLevel(logging.WARNING)  # fairseq has set the level to DEBUG
-    # torch warns of fairseq's calls, which a user cannot change.
-    warnings.filterwarnings("ignore", message=".*(pin_memory|mismatched key_padding_mask)")
-    # With --json the standard output holds the JSON alone, and with these verbs the text alone.
-    alone = getattr(args, "json", None) is True or args.verb in (
-        "translate",
-        "complete",
-        "fill-mask",
-    )
-    stream = sys.stderr if alone else sys.stdout
+        reason = str(error).rstrip(".")
+        return _fail("moa-fairseq", f"error: {reason}. To install what it needs: {remedy}.", 2)
+    program = f"moa-fairseq {args.verb}"
     try:
-        _refuse_other_encodings(argv)
-        if args.user_dir is not None:
-            _import_plugin(args)
-        guard: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if sys.stdout is not None and sys.stdout.isatty():
-            guard = contextlib.redirect_stdout(Terminal(sys.stdout))
-        with guard, reporting_to(Console(functools.partial(print, file=stream, flush=True))):
-            status = args.run(args)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-        return status
+        return _run(args, argv)
     except UserError as error:  # the errors of all verbs are printed here
-        print(printable(f"moa-fairseq {args.verb}: error: {error}"), file=sys.stderr)
-        return error.status
+        return _fail(program, f"error: {error}", error.status)
     except BrokenPipeError:
         _give_up_output()
         return 141
     except OSError as error:  # of a file, whose name the error has, or of the output
         _give_up_output()
         source = error.filename or "a standard stream or a file"
-        print(
-            printable(f"moa-fairseq {args.verb}: error: {source}: {error.strerror or error}."),
-            file=sys.stderr,
-        )
-        return 2
+        return _fail(program, f"error: {source}: {error.strerror or error}.", 2)
     except KeyboardInterrupt:
-        print(
-            f"moa-fairseq {args.verb}: interrupted; run the same command again to go on",
-            file=sys.stderr,
-        )
-        return 130
+        return _fail(program, "interrupted; run the same command again to go on", 130)
+
+
+def _run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Run the verb of `args`, which were parsed from `argv`, and return its exit status."""
+    logging.getLogger().setLevel(logging.WARNING)  # fairseq has set the level to DEBUG
+    # torch warns of fairseq's calls, which a user cannot change.
+    warnings.filterwarnings("ignore", message=".*(pin_memory|mismatched key_padding_mask)")
+    _refuse_other_encodings(argv)
+    if args.user_dir is not None:
+        _import_plugin(args)
+    # With --json the standard output holds the JSON alone.
+    is_output_reserved = getattr(args, "json", None) is True or args.verb in TEXT_VERBS
+    log = sys.stderr if is_output_reserved else sys.stdout
+    output: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if sys.stdout is not None and sys.stdout.isatty():
+        output = contextlib.redirect_stdout(Terminal(sys.stdout))
+    with output, reporting_to(Console(functools.partial(print, file=log, flush=True))):
+        status: int = args.run(args)
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    return status
+
+
+def _fail(program: str, message: str, status: int) -> int:
+    print(printable(f"{program}: {message}"), file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def atomic_write(
     path: PathLike,
     mode: str = "w",
     temporary: PathLike | None = None,
-    check: Callable[[str], None] = lambda written: None,
+    check: Callable[[str], None] | None = None,
 ) -> Iterator[IO]:
     """Open a temporary neighbour of `path` for writing and rename it into place on success.
 
@@ -62,45 +62,24 @@ def atomic_write(
     if mode not in ("w", "wb"):
         raise ValueError(f"atomic_write takes mode 'w' or 'wb', not {mode!r}")
     path = Path(path)
-    special = path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")
-    if path.exists() and (special or not path.is_file()):
+    is_device = path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")
+    if path.exists() and (is_device or not path.is_file()):
         # `path` is a folder, or a device such as /dev/null, which the renaming would replace.
         raise UserError(
             f"Cannot write {path}: it exists and is not an ordinary file. Choose another name."
         )
     options: dict[str, Any] = {"encoding": "utf-8", "newline": "\n"} if mode == "w" else {}
-    try:
+    with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if temporary is None:
-            remove_leftovers(path.parent, f".{glob.escape(path.name)}.????????.tmp")
-        for _ in range(_LOCK_TRIES):
-            if temporary is None:
-                handle, written = tempfile.mkstemp(".tmp", f".{path.name}.", path.parent)
-            else:
-                written = str(temporary)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(written)
-                handle = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            lock = _lock(handle, Path(written))
-            if lock >= 0:
-                break
-        else:
-            raise UserError(
-                f"Cannot write {path}: the file system of {path.parent} says that other programs have locked "
-                "every new file. Choose another folder, such as one on a local disk."
-            )
-    except OSError as error:  # an error that the user cannot put right stays an OSError
-        raise as_user_error(error, path) from error
+        handle, lock, written = _open_locked(path, temporary)
     try:
         with os.fdopen(handle, mode, **options) as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        check(written)
-        # The temporary file is private; the result is as readable as the user's umask says.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(written, 0o666 & ~umask)
+        if check is not None:
+            check(written)
+        _apply_umask(written)
         os.replace(written, path)
         sync_folder(path.parent)
     except BaseException as error:  # also Ctrl-C, which is raised again when the file is removed
@@ -113,11 +92,32 @@ def atomic_write(
         os.close(lock)
 
 
-def _lock(handle: int, path: Path) -> int:
+def _open_locked(path: Path, temporary: PathLike | None) -> tuple[int, int, str]:
+    """Make the temporary neighbour of `path`: its file descriptor, that of its lock, and its name."""
+    if temporary is None:
+        remove_leftovers(path.parent, f".{glob.escape(path.name)}.????????.tmp")
+    for _ in range(_LOCK_TRIES):
+        if temporary is None:
+            handle, written = tempfile.mkstemp(".tmp", f".{path.name}.", path.parent)
+        else:
+            written = str(temporary)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(written)
+            handle = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        lock = _lock(handle, Path(written))
+        if lock is not None:
+            return handle, lock, written
+    raise UserError(
+        f"Cannot write {path}: the file system of {path.parent} says that other programs have locked "
+        "every new file. Choose another folder, such as one on a local disk."
+    )
+
+
+def _lock(handle: int, path: Path) -> int | None:
     """Lock an open file as long as this process lives.
 
     Returns:
-        A second handle of the file, which the caller closes in the end. -1 if `remove_leftovers` of another
+        A second handle of the file, which the caller closes in the end. None if `remove_leftovers` of another
         process has locked the file first; `handle` is then closed.
     """
     lock = os.dup(handle)  # the lock is held until this second handle is closed as well
@@ -131,7 +131,14 @@ def _lock(handle: int, path: Path) -> int:
     os.close(lock)
     os.close(handle)
     path.unlink(missing_ok=True)
-    return -1
+    return None
+
+
+def _apply_umask(path: str) -> None:
+    """Make a private file as readable as the user's umask says."""
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(path, 0o666 & ~umask)
 
 
 @contextlib.contextmanager
@@ -260,10 +267,9 @@ def refuse_link_out(path: Path, *folders: Path) -> None:
 
 
 def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
-    """Refuse a path that is not a regular file: reading a pipe would hang, and a device would fill the
-    memory.
+    """Refuse a path that is not a regular file; a path where nothing exists passes.
 
-    A path where nothing exists passes.
+    Reading a pipe would hang, and a device would fill the memory.
 
     Args:
         path: the file that will be read or written. A link counts as the file to which it leads.
@@ -272,21 +278,26 @@ def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
     Raises:
         UserError: if `path` is a folder, a pipe, a device, a link to nothing, or a file of the kernel.
     """
-    if not os.path.lexists(path):
-        return
-    try:
-        mode = os.stat(path).st_mode
-        kind = _IRREGULAR.get(stat.S_IFMT(mode), "no file")
-    except FileNotFoundError:
-        mode = 0
-        kind = "a link to a file that does not exist"
-    if stat.S_ISREG(mode) and os.path.realpath(path).startswith(("/proc/", "/sys/")):
-        mode = 0
-        kind = "a file of the kernel, which can be endless"
-    if not stat.S_ISREG(mode):
+    kind = _irregular_kind(path)
+    if kind is not None:
         raise UserError(
             f"{what} {path} is {kind}. Name an ordinary file, or move this out of the way."
         )
+
+
+def _irregular_kind(path: PathLike) -> str | None:
+    """What stands at a path instead of a regular file; None if nothing does."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return "a link to a file that does not exist"
+    if not stat.S_ISREG(mode):
+        return _IRREGULAR.get(stat.S_IFMT(mode), "no file")
+    if os.path.realpath(path).startswith(("/proc/", "/sys/")):
+        return "a file of the kernel, which can be endless"
+    return None
 
 
 def sync_folder(folder: Path) -> None:

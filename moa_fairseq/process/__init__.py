@@ -34,30 +34,41 @@ MODULES = {
 REDIRECT = ">"
 ERRORS_TOO = "2>&1"
 _NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-TAIL_LINES = 12
-STOP_SECONDS = 10
-SAVE_SECONDS = (
-    240  # in which fairseq-train ends an update and saves; slurm.sh signals it 300 before the end
-)
-PATIENCE_SECONDS = 5.0
+TAIL_LINES = 12  # of a log, in the message of a command that failed
+STOP_SECONDS = 10  # in which a program ends after a signal
+# In this time fairseq-train ends an update and saves; slurm.sh signals it 300 seconds before the end.
+SAVE_SECONDS = 240
+PATIENCE_SECONDS = 5.0  # of waiting for the lock of a folder
 _held: dict[Path, IO[str]] = {}
 logger = logging.getLogger(__name__)
 
 # Patterns in fairseq's last lines → the cause and the remedy.
 HINTS = {
-    r"SIGTERM: saving a checkpoint": "It was told to end and has saved: run the same command again to go on.",
-    r"out of memory|OutOfMemory": "The GPU's memory is full: lower train.max_tokens (--set).",
-    r"No space left on device|Disk quota exceeded": "The disk is full: free some space and run it again.",
-    r"Minimum loss scale reached": "fp16 training diverged: use train.precision bf16 or fp32, or a lower lr.",
-    r"no kernel image is available|not compatible with the current PyTorch": "This torch was not built for "
-    "this GPU: install a torch built for it (V100: CUDA 12.6 or older).",
-    r"lost rank|Connection (closed by peer|reset by peer|refused)|ProcessGroupNCCL|NCCL (error|communicator)|"
-    r"Watchdog caught collective|ProcessExitedException|ProcessRaisedException|DistBackendError": "Another "
-    "process of this training stopped first: see its log (train.log, train.process*.log). Start the same "
-    "command again on every machine; training goes on from the last whole checkpoint.",
-    r"exceeds max_tokens": "A sentence is longer than one device's batch: raise train.max_tokens.",
-    r"DataLoader worker .* is killed|MemoryError|Cannot allocate memory": "The machine's memory is full: "
-    "close other programs or use --set train.flags.num-workers=0.",
+    "SIGTERM: saving a checkpoint": (
+        "It was told to end and has saved: run the same command again to go on."
+    ),
+    "out of memory|OutOfMemory": "The GPU's memory is full: lower train.max_tokens (--set).",
+    "No space left on device|Disk quota exceeded": (
+        "The disk is full: free some space and run it again."
+    ),
+    "Minimum loss scale reached": (
+        "fp16 training diverged: use train.precision bf16 or fp32, or a lower lr."
+    ),
+    "no kernel image is available|not compatible with the current PyTorch": (
+        "This torch was not built for this GPU: install a torch built for it (V100: CUDA 12.6 or older)."
+    ),
+    (
+        "lost rank|Connection (closed by peer|reset by peer|refused)|ProcessGroupNCCL|"
+        "NCCL (error|communicator)|Watchdog caught collective|ProcessExitedException|"
+        "ProcessRaisedException|DistBackendError"
+    ): (
+        "Another process of this training stopped first: see its log (train.log, train.process*.log). "
+        "Start the same command again on every machine; training goes on from the last whole checkpoint."
+    ),
+    "exceeds max_tokens": "A sentence is longer than one device's batch: raise train.max_tokens.",
+    "DataLoader worker .* is killed|MemoryError|Cannot allocate memory": (
+        "The machine's memory is full: close other programs or use --set train.flags.num-workers=0."
+    ),
 }
 # The errors with which a training ends whose loss, gradients or weights are NaN or infinite: fairseq's own,
 # those of the patches that save weights, and those of the gates.
@@ -90,7 +101,7 @@ def flags(values: Mapping[str, Any]) -> list[str]:
         if value is True:
             line.append(f"--{name}")
         elif isinstance(value, (list, tuple)):
-            line += [f"--{name}", *(str(item) for item in value)]
+            line += [f"--{name}", *map(str, value)]
         elif str(value).startswith("-"):
             line.append(f"--{name}={value}")  # argparse would take a separate -1 for a flag
         else:
@@ -110,14 +121,12 @@ def unsafe_value(value: Any) -> str | None:
     Returns:
         The reason as a sentence, or None if the value is safe.
     """
-    items = value if isinstance(value, (list, tuple)) else []
-    flag = next(
-        (i for i in map(str, items) if i.startswith("-") and not _NUMBER.fullmatch(i)), None
-    )
-    if flag is not None:
-        return f"{flag!r} in a list of values would be taken for a flag: a list holds values only."
-    if REDIRECT in (items or [value]):
-        return f"{REDIRECT!r} is not a value."
+    is_list = isinstance(value, (list, tuple))
+    for item in value if is_list else [value]:
+        if item == REDIRECT:
+            return f"{REDIRECT!r} is not a value."
+        if is_list and str(item).startswith("-") and not _NUMBER.fullmatch(str(item)):
+            return f"{str(item)!r} in a list of values would be taken for a flag: a list holds values only."
     return None
 
 
@@ -128,10 +137,10 @@ def to_argv(command: Sequence[str]) -> list[str]:
         command: the words of the command. The first is a name of MODULES; ">" and all words after it are left
             out.
     """
-    words = command
-    if REDIRECT in command:
-        words = command[: command.index(REDIRECT)]
-    return [sys.executable, "-u", "-m", MODULES[words[0]], *words[1:]]
+    program, *words = command
+    if REDIRECT in words:
+        words = words[: words.index(REDIRECT)]
+    return [sys.executable, "-u", "-m", MODULES[program], *words]
 
 
 def to_shell(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
@@ -148,9 +157,7 @@ def to_shell(command: Sequence[str], environment: dict[str, str] | None = None) 
 
 def positional(path: Path) -> str:
     """A path as a positional argument, which never begins like a flag."""
-    if str(path).startswith("-"):
-        return f"./{path}"
-    return str(path)
+    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def environment_of_a_child() -> dict[str, str]:
@@ -244,11 +251,16 @@ def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
         _held[key] = stream
         try:
             with disk_errors(folder):
-                os.ftruncate(stream.fileno(), 0)
-                os.pwrite(stream.fileno(), str(os.getpid()).encode(), 0)
+                _write_holder(stream.fileno(), os.getpid())
             yield
         finally:
             del _held[key]
+
+
+def _write_holder(lock: int, process: int) -> None:
+    """Write a process's number into the file of a lock."""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(process).encode(), 0)
 
 
 class Executor:
@@ -290,60 +302,58 @@ class Executor:
         environment = environment_of_a_child() | self.environment
         locks = held_locks()
         with contextlib.ExitStack() as files:
-            errors = _open_for(files, log, "ab", buffering=0)
-            record = errors
-            if output:
-                record = _open_for(files, output, "wb")
+            log_stream = _open_for(files, log, "ab", buffering=0)
+            out_stream = _open_for(files, output, "wb") if output else log_stream
             with disk_errors(log):
-                errors.write(f"$ {to_shell(command, self.environment)}\n".encode())
-                begin = os.fstat(errors.fileno()).st_size
+                log_stream.write(f"$ {to_shell(command, self.environment)}\n".encode())
+                begin = os.fstat(log_stream.fileno()).st_size
             with signals_held() as received:
                 process = subprocess.Popen(
                     to_argv(command),
                     stdout=subprocess.PIPE,
                     env=environment,
-                    stderr=subprocess.STDOUT if errors_too else errors,
+                    stderr=subprocess.STDOUT if errors_too else log_stream,
                     pass_fds=locks,
                     preexec_fn=die_with_parent(),
                 )
             for lock in locks:  # if this program is killed, the child still holds the lock
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, str(process.pid).encode(), 0)
+                _write_holder(lock, process.pid)
 
-            def take(raw: bytes) -> None:
-                record.write(raw)
+            def keep(raw: bytes) -> None:
+                out_stream.write(raw)
                 if on_line:
                     on_line(raw.decode("utf-8", errors="replace").rstrip("\n"))
 
-            with _ended_with_us(process, take, saves=command[0] == "fairseq-train") as lines:
+            with _ended_with_us(process, keep, saves=command[0] == "fairseq-train") as lines:
                 for number in received:
                     signal.raise_signal(number)
                 for raw in lines:
-                    take(raw)
+                    keep(raw)
                 status = process.wait()
-        if not status:
-            return
-        with open(log, "rb") as stream:
-            stream.seek(begin)  # earlier attempts wrote the text before
-            log_text = stream.read().decode("utf-8", errors="replace")
-        tail = log_text.splitlines()[-TAIL_LINES:]
-        text = "\n".join(tail)
-        hint = next(
-            (f" {advice}" for pattern, advice in HINTS.items() if re.search(pattern, text)), ""
-        )
-        if status == -signal.SIGKILL and not hint:
-            hint = " The system killed it, most often because the machine's memory was full."
-        if status < 0:
-            ending = f"was killed by signal {-status}"
-        else:
-            ending = f"failed with status {status}"
-        excerpt = "\n".join(f"    {line[:300]}" for line in tail)
-        location = f"What is done so far is kept. The whole log is {log}; its last lines:"
-        diverged = (
-            status == Diverged.status if command[0] == "moa-fairseq" else DIVERGED.search(log_text)
-        )
-        kind = Diverged if diverged else UserError
-        raise kind(f"{command[0]} {ending}.{hint} {location}\n{excerpt}")
+        if status:
+            with open(log, "rb") as stream:
+                stream.seek(begin)  # earlier attempts wrote the text before
+                log_text = stream.read().decode("utf-8", errors="replace")
+            raise _failure(command[0], status, log, log_text)
+
+
+def _failure(program: str, status: int, log: Path, log_text: str) -> UserError:
+    """The error for a command that failed: `log_text` is what it wrote to its log."""
+    tail = log_text.splitlines()[-TAIL_LINES:]
+    hints = [advice for pattern, advice in HINTS.items() if re.search(pattern, "\n".join(tail))]
+    if status == -signal.SIGKILL:
+        hints.append("The system killed it, most often because the machine's memory was full.")
+    ending = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
+    hint = f" {hints[0]}" if hints else ""
+    excerpt = "\n".join(f"    {line[:300]}" for line in tail)
+    # A recipe tells by its status that its training diverged.
+    is_recipe = program == "moa-fairseq"
+    diverged = status == Diverged.status if is_recipe else DIVERGED.search(log_text)
+    kind = Diverged if diverged else UserError
+    return kind(
+        f"{program} {ending}.{hint} What is done so far is kept. The whole log is {log}; its last lines:\n"
+        f"{excerpt}"
+    )
 
 
 def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
@@ -356,7 +366,7 @@ def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int
 
 @contextlib.contextmanager
 def _ended_with_us(
-    process: subprocess.Popen[bytes], take: Callable[[bytes], None], saves: bool
+    process: subprocess.Popen[bytes], keep: Callable[[bytes], None], saves: bool
 ) -> Iterator[IO[bytes]]:
     """A context with the child's standard output, whose end also ends the child.
 
@@ -364,7 +374,7 @@ def _ended_with_us(
 
     Args:
         process: the child.
-        take: called with each line that the child prints while it ends.
+        keep: called with each line that the child prints while it ends.
         saves: whether the child saves its work when it gets SIGTERM.
     """
     assert process.stdout is not None, "the child was started without a pipe"
@@ -375,8 +385,10 @@ def _ended_with_us(
             # A second Ctrl-C (or `timeout`, which signals twice) must not leave the child running.
             with handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
                 # A job started in the background of a script has Ctrl-C switched off, hence the next signals.
-                signals = [(signal.SIGTERM, SAVE_SECONDS)] * saves + [(signal.SIGINT, STOP_SECONDS)]
-                signals += [(signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)]
+                numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+                signals = [(number, STOP_SECONDS) for number in numbers]
+                if saves:
+                    signals.insert(0, (signal.SIGTERM, SAVE_SECONDS))
                 for number, seconds in signals:
                     process.send_signal(number)
                     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -385,5 +397,5 @@ def _ended_with_us(
                 # A child of the child may hold the pipe open, so that reading to its end would hang.
                 os.set_blocking(process.stdout.fileno(), False)
                 for raw in (process.stdout.read() or b"").splitlines(keepends=True):
-                    take(raw)
+                    keep(raw)
         process.stdout.close()
