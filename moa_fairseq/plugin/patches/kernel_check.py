@@ -8,6 +8,7 @@ fails because of the check: where it cannot be done the kernels stay off.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from moa_fairseq.process.signals import die_with_parent, signals_held
 logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 1800.0  # of waiting for another process that checks
 # These signals stop a check from outside. Any other that ends it tells something about the machine.
-_STOPPED = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
+_OUTSIDE_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
 
 @patch(
@@ -41,11 +42,12 @@ def check_before(call_main: Callable, cfg: Any, main: Callable, **options: Any) 
     The Triton kernels are off on a GPU until they are checked: the first training of a mixture checks them,
     before there are several processes.
     """
-    if takes_kernels(cfg) and validation.is_open(dtype := multiplied_dtype(cfg)):
+    dtype = multiplied_dtype(cfg)
+    if takes_kernels(cfg) and validation.is_open(dtype):
         try:
             _check(dtype)
-        # The cache folder cannot be written, or the check of another process does not end.
         except UserError as error:
+            # The cache folder cannot be written, or the check of another process does not end.
             logger.warning(f"the Triton kernels were not checked and stay off: {error}")
     return call_main(cfg, main, **options)
 
@@ -55,10 +57,14 @@ def takes_kernels(cfg: Any) -> bool:
 
     The settings of an evaluation have no model: its model comes from the checkpoint.
     """
-    sigma_moe = "auto" if getattr(cfg.model, "sigma_moe_num_experts", 0) else None
-    backend = getattr(cfg.model, "expert_backend", None) or sigma_moe
-    may = backend == "auto" and not getattr(cfg.model, "no_kernel_check", False)
-    return may and not cfg.common.cpu and torch.cuda.is_available() and not triton.why_not()
+    if cfg.common.cpu or not torch.cuda.is_available() or triton.why_not():
+        return False
+    if getattr(cfg.model, "no_kernel_check", False):
+        return False
+    backend = getattr(cfg.model, "expert_backend", None)
+    # The layers of sigma-MoE need no --expert-backend to have a backend, `auto`.
+    has_sigma_moe = bool(getattr(cfg.model, "sigma_moe_num_experts", 0))
+    return backend == "auto" or (has_sigma_moe and not backend)
 
 
 def multiplied_dtype(cfg: Any) -> str:
@@ -73,8 +79,7 @@ def multiplied_dtype(cfg: Any) -> str:
 def _check(dtype: str) -> None:
     """Check the kernels in a dtype, unless another process does so meanwhile. Raises UserError."""
     with locked(validation.path().parent, PATIENCE_SECONDS):
-        if save_on_sigterm.was_asked():
-            sys.exit(128 + signal.SIGTERM)
+        save_on_sigterm.exit_if_told()
         if not validation.is_open(dtype):
             return
         gpu = validation.machine()["gpu"]
@@ -84,7 +89,7 @@ def _check(dtype: str) -> None:
             f"with 16 cores, longer with fewer (--no-kernel-check: train without the kernels; log: {log})"
         )
         status = _run(dtype, log)
-        if status < 0 and -status not in _STOPPED:
+        if status < 0 and -status not in _OUTSIDE_SIGNALS:
             outcome, _ = validation.read()
             outcome.failed[f"{dtype}, the check itself"] = [f"ended by signal {-status}, see {log}"]
             validation.write(outcome)
@@ -92,9 +97,9 @@ def _check(dtype: str) -> None:
         if dtype in trusted:
             logger.info(f"checked the Triton kernels: {reason}")
         else:
-            is_open = validation.is_open(dtype)
-            suffix = f"; the check ended with status {status}, see {log}" if is_open else ""
-            logger.warning(f"the Triton kernels stay off: {reason}{suffix}")
+            if validation.is_open(dtype):
+                reason += f"; the check ended with status {status}, see {log}"
+            logger.warning(f"the Triton kernels stay off: {reason}")
 
 
 def _run(dtype: str, log: Path) -> int:
@@ -114,12 +119,9 @@ def _run(dtype: str, log: Path) -> int:
             for number in received:
                 signal.raise_signal(number)
             while process.poll() is None:
-                if save_on_sigterm.was_asked():
-                    sys.exit(128 + signal.SIGTERM)
-                try:
+                save_on_sigterm.exit_if_told()
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.5)
-                except subprocess.TimeoutExpired:
-                    continue
         finally:
             if process.poll() is None:
                 process.terminate()

@@ -33,18 +33,20 @@ PROGRAMS = (
     "fairseq_cli/hydra_train.py",
 )
 _TEST = "test_resume.py::test_a_terminated_training_saves_a_checkpoint"
-_asked = threading.Event()
+_TOLD = math.inf  # what a process that was told to end gives as its training time
+_STATUS = 128 + signal.SIGTERM
+_told = threading.Event()
 
 
 @patch("fairseq.trainer:Trainer._local_cumulative_training_time", _TEST)
-def tell_the_others(local_time: Callable, trainer: Any) -> float:
-    """The training time of this process, or infinity once this process has received SIGTERM.
+def time_or_told(local_time: Callable, trainer: Any) -> float:
+    """The training time of this process, or `_TOLD` once this process has received SIGTERM.
 
     SIGTERM kills a training and loses its work since the last checkpoint; now it saves a checkpoint first.
     This sum carries the signal to the other processes.
     """
-    if was_asked() and trainer._sync_stats():
-        return math.inf
+    if was_told() and trainer._sync_stats():
+        return _TOLD
     return local_time(trainer)
 
 
@@ -64,17 +66,11 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
     def wrapped(
         cfg: Any, trainer: Any, task: Any, epoch_itr: Any, subsets: Any, end_of_epoch: bool
     ) -> Any:
-        stops = was_asked()
-        if trainer._sync_stats():
-            stops = trainer._cumulative_training_time == math.inf
-            if stops:  # the sum is saved with a checkpoint, and must be finite
-                local_time = type(trainer)._local_cumulative_training_time.__wrapped__
-                trainer._cumulative_training_time = local_time(trainer)
-        last = end_of_epoch or trainer.get_num_updates() >= (
+        ends_anyway = end_of_epoch or trainer.get_num_updates() >= (
             cfg.optimization.max_update or math.inf
         )
         # At the end of an epoch fairseq itself saves, and the training stops after the next update.
-        if not stops or last:
+        if not _one_was_told(trainer) or ends_anyway:
             return validate_and_save(cfg, trainer, task, epoch_itr, subsets, end_of_epoch)
         from fairseq import checkpoint_utils
 
@@ -86,7 +82,8 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
             settings = copy.deepcopy(cfg.checkpoint)
             # Without checkpoint_last.pt the same command would begin anew.
             settings.no_last_checkpoints = False
-            settings.save_interval_updates = 0  # validate_and_save writes that checkpoint
+            # A numbered checkpoint that is due is written by validate_and_save.
+            settings.save_interval_updates = 0
             checkpoint_utils.save_checkpoint(settings, trainer, epoch_itr, None)
             # A validation that is due comes afterwards: the sender of the signal may not wait for it.
             result = validate_and_save(cfg, trainer, task, epoch_itr, subsets, end_of_epoch)
@@ -97,9 +94,21 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
                 checkpoint_utils.save_checkpoint(settings, trainer, epoch_itr, None)
         if dist.is_initialized():
             dist.barrier()  # no process ends before the checkpoint is written
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(_STATUS)
 
     return wrapped
+
+
+def _one_was_told(trainer: Any) -> bool:
+    """Whether a process of the training has received SIGTERM."""
+    if not trainer._sync_stats():
+        return was_told()
+    if trainer._cumulative_training_time != _TOLD:
+        return False
+    # The sum of the times is saved with a checkpoint, and must be finite.
+    local_time = type(trainer)._local_cumulative_training_time.__wrapped__
+    trainer._cumulative_training_time = local_time(trainer)
+    return True
 
 
 @patch(
@@ -112,26 +121,31 @@ def end_while_alone(distributed_init: Callable, cfg: Any) -> int:
     SIGTERM to a process that waits for the other processes would take effect only when they arrive, and they
     may have been terminated as well.
     """
-    waits = signal.getsignal(signal.SIGTERM) is _remember
-    if waits:  # torch waits outside of Python, where Python's handlers do not run
+    is_handled = signal.getsignal(signal.SIGTERM) is _on_sigterm
+    if is_handled:  # torch waits outside of Python, where Python's handlers do not run
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if was_asked():
-        sys.exit(128 + signal.SIGTERM)
+    exit_if_told()
     rank = distributed_init(cfg)
-    if waits:
-        signal.signal(signal.SIGTERM, _remember)
+    if is_handled:
+        signal.signal(signal.SIGTERM, _on_sigterm)
     return rank
 
 
-def was_asked() -> bool:
+def was_told() -> bool:
     """Whether this process has received SIGTERM."""
-    return _asked.is_set()
+    return _told.is_set()
 
 
-def _remember(*_: Any) -> None:
-    if not _asked.is_set():  # a log's lock may be held by what the signal interrupts
+def exit_if_told() -> None:
+    """End this process with status 143 if it has received SIGTERM."""
+    if was_told():
+        sys.exit(_STATUS)
+
+
+def _on_sigterm(*_: Any) -> None:
+    if not _told.is_set():  # not logged: the signal may have interrupted what holds a log's lock
         os.write(2, b"SIGTERM: the training ends after this update\n")
-    _asked.set()
+    _told.set()
     for child in multiprocessing.active_children():
         # A process per GPU, not a data worker
         if isinstance(child, multiprocessing.context.SpawnProcess):
@@ -144,16 +158,14 @@ def install() -> None:
 
     fairseq-train has no handler of SIGTERM, and does nothing after an update for a process that was told to
     end.
-
-    fairseq-train may run as a program or as a module.
     """
     if not sys.argv[0].endswith(PROGRAMS):
         return
-    for name in ("__main__", "fairseq_cli.train"):
+    for name in ("__main__", "fairseq_cli.train"):  # fairseq-train as a program or as a module
         function = getattr(sys.modules.get(name), "validate_and_save", None)
         # __globals__ is fairseq's own module, of which a spawned process has a copy.
         if function is not None:
             function.__globals__["validate_and_save"] = saving_when_told(function)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _remember)
+        signal.signal(signal.SIGTERM, _on_sigterm)

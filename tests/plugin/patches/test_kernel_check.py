@@ -132,7 +132,7 @@ def test_no_training_fails_for_a_cache_that_cannot_be_written(train, run, tmp_pa
 
 def test_a_terminated_training_ends_its_check(train, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        save_on_sigterm, "was_asked", lambda: list(tmp_path.rglob("*.log")) != []
+        save_on_sigterm, "was_told", lambda: list(tmp_path.rglob("*.log")) != []
     )
     with pytest.raises(SystemExit, match="143"):
         train()

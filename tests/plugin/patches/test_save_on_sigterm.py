@@ -50,7 +50,7 @@ def test_what_an_update_saves_and_validates(
     build_trainer, tmp_path, monkeypatch, caplog, flags, files, best, patience
 ):
     caplog.set_level("INFO")
-    monkeypatch.setattr(save_on_sigterm, "was_asked", lambda: True)
+    monkeypatch.setattr(save_on_sigterm, "was_told", lambda: True)
     trainer, _ = build_trainer("--save-dir", tmp_path, "--patience", 3, *flags)
     epochs = trainer.get_train_iterator(1, load_dataset=False)
     trainer.task.load_dataset("valid")
@@ -79,7 +79,7 @@ def test_a_handler_that_the_caller_has_set_stays(monkeypatch, handler):
         installed = signal.getsignal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
-    expected = save_on_sigterm._remember if handler is signal.SIG_DFL else handler
+    expected = save_on_sigterm._on_sigterm if handler is signal.SIG_DFL else handler
     assert installed is expected
 
 
