@@ -26,32 +26,39 @@ def assemble(runs: Sequence[Examination], made_by: Values) -> Values:
     Raises:
         UserError: for two runs with different text.
     """
-    empty: list[Sentence] = [{}] * max((len(run.sentences) for run in runs), default=0)
-    rows = zip(*(run.sentences or empty for run in runs))
-    scored = ("score" in sentence for run in runs for sentence in run.sentences)
-    differences = []
-    if len(runs) == 2:
-        hidden = {"experiment": None, "summary": None}
-        first, second = runs
-        check_pairing(first.sentences, second.sentences, [first.name, second.name])
-        change = changes(_settings(second.recipe | hidden), _settings(first.recipe | hidden))
-        differences = list(change.items())
+    is_scored = any("score" in sentence for run in runs for sentence in run.sentences)
     return {
         "made_by": made_by,
-        "score": score_signature() if any(scored) else None,
+        "score": score_signature() if is_scored else None,
         "runs": [run.facts for run in runs],
-        "differences": differences,
-        "sentences": list(map(list, rows)),
+        "differences": _differences(*runs) if len(runs) == 2 else [],
+        "sentences": _side_by_side(runs),
     }
 
 
+def _differences(first: Examination, second: Examination) -> list[tuple[str, str]]:
+    """How the recipe of the first run differs from that of the second; a UserError if their text differs."""
+    names = [first.facts["name"], second.facts["name"]]
+    check_pairing(first.sentences, second.sentences, names)
+    return list(changes(_settings(second.recipe), _settings(first.recipe)).items())
+
+
 def _settings(recipe: Values) -> Values:
-    """A recipe without the settings that are null, because null means "not set"."""
+    """A recipe without its title, and without the settings that are null, because null means "not set"."""
     settings = {}
     for key, value in recipe.items():
-        if value is not None:
+        if value is not None and key not in ("experiment", "summary"):
             settings[key] = _settings(value) if isinstance(value, dict) else value
     return settings
+
+
+def _side_by_side(runs: Sequence[Examination]) -> list[list[Sentence]]:
+    """Each sentence as a list with that of each run, which is {} if the run has no sentences."""
+    count = min((len(run.sentences) for run in runs if run.sentences), default=0)
+    rows = []
+    for index in range(count):
+        rows.append([run.sentences[index] if run.sentences else {} for run in runs])
+    return rows
 
 
 def write(data: Values, path: Path) -> int:

@@ -20,7 +20,8 @@ class RecordedPass(NamedTuple):
 
     Args:
         weights: name of an attention → the weights of its heads or slots, [H, B, T, S].
-        routings: name of a router → its routing.
+        routings: name of a router → its routing. The name is that of the attention or σ-MoE, with ".keys"
+            behind it if the router routes keys and values.
         batch_size: B.
     """
 
@@ -37,27 +38,37 @@ class Budget:
     the experts.
 
     Args:
-        keys: once this many bytes are spent, sentences no longer have the strongest keys.
-        experts: once this many bytes are spent, sentences no longer have experts.
-        all: the limit for all sentences, in bytes.
+        keys_limit: once this many bytes are spent, sentences no longer have the strongest keys.
+        experts_limit: once this many bytes are spent, sentences no longer have experts.
+        limit: the limit for all sentences, in bytes.
         spent: the bytes of the sentences so far.
         with_keys: the number of sentences so far that have the strongest keys.
         with_experts: the number of sentences so far that have experts.
         count: the number of sentences so far.
     """
 
-    keys: int
-    experts: int
-    all: int
+    keys_limit: int
+    experts_limit: int
+    limit: int
     spent: int = 0
     with_keys: int = 0
     with_experts: int = 0
     count: int = 0
 
     @property
+    def has_keys(self) -> bool:
+        """Whether the next sentence has the strongest keys."""
+        return self.spent < self.keys_limit
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the next sentence has experts."""
+        return self.spent < self.experts_limit
+
+    @property
     def is_spent(self) -> bool:
         """Whether the last sentence exceeded the limit."""
-        return self.spent > self.all
+        return self.spent > self.limit
 
     def spend(self, sentence: Mapping[str, object]) -> None:
         """Count a sentence and its bytes.
@@ -65,8 +76,8 @@ class Budget:
         Args:
             sentence: the sentence as JSON has it.
         """
-        self.with_keys += self.spent < self.keys
-        self.with_experts += self.spent < self.experts
+        self.with_keys += self.has_keys
+        self.with_experts += self.has_experts
         self.count += 1
         self.spent += len(json.dumps(sentence, separators=(",", ":")))
 
@@ -76,31 +87,37 @@ class Router:
     """A router, or an attention without a router.
 
     Args:
-        name: the name of the recorded routing: the attention's name, with ".keys" behind it if the router
-            routes keys and values.
-        module: the name of the attention.
-        on: the side whose tokens are routed, "source" or "target".
-        to: the side whose tokens are attended to; None for a router outside attention.
-        routing: the routing of the first pass, which has the sizes; None in dense attention.
-        slots: what the attention weights belong to: "slots" of the K chosen experts, "heads" of the groups of
-            experts, "experts" of MAE, or the heads of a "dense" attention.
+        name: the name of its routing, or of the attention.
+        queries: the side whose tokens are routed, "source" or "target".
+        keys: the side whose tokens are attended to; None for a router of keys or outside attention.
+        example: a routing, which has the numbers of experts; None in dense attention.
+        slot_kind: what the attention weights belong to: "slots" of the K chosen experts, "heads" of the
+            groups of experts, "experts" of MAE, or the heads of a "dense" attention.
+        expert_heads: the share of each head in each expert of MAE, [E, H]; None for other attentions.
     """
 
     name: str
-    module: str
-    on: str
-    to: str | None
-    routing: Routing | None = None
-    slots: str = "dense"
+    queries: str
+    keys: str | None
+    example: Routing | None
+    slot_kind: str = "dense"
+    expert_heads: Tensor | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The router's properties on the page, without its load."""
-        routing = self.routing
-        layer = next((int(part) for part in self.name.split(".") if part.isdigit()), 0) + 1
+        stack, *path = self.name.split(".")
         kind = kind_of(self.name)
         if kind == "other":  # σ-MoE
-            kind = f"{self.name.split('.')[0]} {'feed-forward' if self.to is None else 'attention'}"
-        about = {"name": self.name, "kind": kind, "layer": layer, "on": self.on, "to": self.to}
+            kind = f"{stack} feed-forward" if self.keys is None else f"{stack} attention"
+        layer = next((int(part) for part in path if part.isdigit()), 0) + 1
+        about = {
+            "name": self.name,
+            "kind": kind,
+            "layer": layer,
+            "on": self.queries,
+            "to": self.keys,
+        }
+        routing = self.example
         if routing is None:
             return about | {"experts": 0}
         return about | {
@@ -109,137 +126,116 @@ class Router:
             "groups": routing.groups,
             "shared": routing.shared,
             "scope": routing.scope,
-            "slots": self.slots,
+            "slots": self.slot_kind,
         }
 
-
-class Routers:
-    """The routers and the dense attentions of a model in the order in which they run.
-
-    Args:
-        model: the model of the run.
-        pairs: whether the model translates: then the encoder reads the tokens of the source.
-    """
-
-    def __init__(self, model: nn.Module, pairs: bool) -> None:
-        self.model = model
-        self.pairs = pairs
-        self.all: list[Router] = []
-
-    def meet(self, recorded: RecordedPass) -> None:
-        """List the routers of the first pass; later passes have the same ones.
-
-        Args:
-            recorded: any pass of the model.
-        """
-        if self.all:
-            return
-        for module, weights in recorded.weights.items():
-            names = [name for name in recorded.routings if name in (module, f"{module}.keys")]
-            for name in names:
-                self.all.append(self._router(name, module, recorded.routings[name], weights))
-            if not names:
-                self.all.append(Router(module, module, self._side(module), self._memory(module)))
-        for name, routing in recorded.routings.items():
-            if name.removesuffix(".keys") not in recorded.weights:
-                self.all.append(Router(name, name, self._side(name), None, routing))
-
-    def _router(self, name: str, module: str, routing: Routing, weights: Tensor) -> Router:
-        """The router that recorded a routing, in an attention with these weights."""
-        slots = "heads"
-        if isinstance(self.model.get_submodule(module), MixtureOfAttentiveExperts):
-            slots = "experts"
-        elif weights.size(0) == routing.expert_ids.size(1):
-            slots = "slots"
-        if routing.side == "keys":
-            return Router(name, module, self._memory(module), None, routing, slots)
-        return Router(name, module, self._side(module), self._memory(module), routing, slots)
-
-    def _side(self, module: str) -> str:
-        """The side whose tokens attend."""
-        return "source" if self.pairs and module.startswith("encoder") else "target"
-
-    def _memory(self, module: str) -> str:
-        """The side whose tokens are attended to."""
-        return "source" if module.endswith("encoder_attn") else self._side(module)
-
-    def routes(
-        self, recorded: RecordedPass, row: int, tokens: dict[str, Any], budget: Budget
-    ) -> list[dict[str, list[int]]] | None:
-        """What each router chose for a sentence.
+    def route(
+        self, recorded: RecordedPass, row: int, is_token: Tensor, with_keys: bool
+    ) -> dict[str, list[int]]:
+        """What the router chose for a sentence.
 
         Args:
             recorded: a pass over the batch with the sentence.
             row: the index of the sentence in the batch.
-            tokens: "source" and "target" → index of the positions of that row that are tokens, not padding.
-            budget: how many bytes the page has left.
+            is_token: whether each position of the queries is a token, not padding, [T].
+            with_keys: whether the strongest keys are returned.
 
         Returns:
-            For each router: "e", the experts of each token, the one with the largest gate first, [T·K]; "g",
-            their gates in thousandths, [T·K]; "k", the strongest keys of each expert, each with its weight in
-            thousandths, [T·K·3·2]. If a sequence is routed as a whole, "e" and "g" have one row, [K]. None if
-            the page has no more space for experts.
+            "e", the experts of each token, the one with the largest gate first, [T·K]; "g", their gates in
+            thousandths, [T·K]; "k", the strongest keys of each expert, each with its weight in thousandths,
+            [T·K·3·2]. If a sequence is routed as a whole, "e" and "g" have one row, [K].
         """
-        if budget.spent >= budget.experts:
-            return None
-        size = recorded.batch_size
-        routes = []
-        for router in self.all:
-            routing = recorded.routings.get(router.name)
-            real = tokens[router.on]
-            route: dict[str, list[int]] = {}
-            order = None
-            if routing is not None:
-                chosen = _row(routing.expert_ids, row, size)
-                gates = _row(routing.gates, row, size)
-                if routing.scope == "tokens":
-                    chosen = chosen[real]
-                    gates = gates[real]
-                order = gates.argsort(dim=-1, descending=True, stable=True)
-                route["e"] = chosen.gather(1, order).flatten().tolist()
-                thousandths = 1000 * gates.gather(1, order).float()
-                route["g"] = thousandths.round().long().flatten().tolist()
-            if router.to is not None and budget.spent < budget.keys:
-                weights = recorded.weights[router.module]
-                maps = self._maps(router, weights[:, row], routing)[:, real]
-                queries, keys = weights.shape[2:]
-                carried = keys - queries if router.to == router.on else 0
-                route["k"] = _strongest(maps, order, carried)
-            routes.append(route)
-        return routes
+        route = {}
+        order = None
+        routing = recorded.routings.get(self.name)
+        if routing is not None:
+            experts = _row(routing.expert_ids, row, recorded.batch_size)
+            gates = _row(routing.gates, row, recorded.batch_size)
+            if routing.scope == "tokens":
+                experts = experts[is_token]
+                gates = gates[is_token]
+            order = gates.argsort(dim=-1, descending=True, stable=True)
+            experts = experts.gather(1, order)
+            route["e"] = experts.flatten().tolist()
+            route["g"] = _thousandths(gates.gather(1, order)).flatten().tolist()
+        if with_keys and self.keys is not None:
+            weights = recorded.weights[self.name]
+            maps = weights[:, row, is_token]
+            if self.expert_heads is not None:  # MAE: the mean of an expert's heads
+                maps = torch.tensordot(self.expert_heads, maps, dims=1)
+                order = experts
+            elif order is not None:  # SwitchHead: K / H slots in a row are those of one head
+                slots = torch.arange(order.size(1))
+                maps = maps[slots * len(maps) // len(slots)]
+            queries, keys = weights.shape[2:]
+            # In self-attention, earlier text may come before the sentence (Transformer-XL)
+            carried = keys - queries if self.keys == self.queries else 0
+            route["k"] = _strongest(maps, order, carried)
+        return route
 
-    def _maps(self, router: Router, weights: Tensor, routing: Routing | None) -> Tensor:
-        """The attention of each slot, [K, T, S], from the attention of the heads, [H, T, S]."""
-        attention = self.model.get_submodule(router.module)
-        if isinstance(attention, MixtureOfAttentiveExperts) and routing is not None:
-            heads = attention.heads_of_experts().cpu()
-            heads = heads / heads.sum(1, keepdim=True)
-            experts = (heads @ weights.flatten(1)).view(-1, *weights.shape[1:])
-            return experts if routing.chooses_all else experts[routing.expert_ids[0].cpu()]
-        if router.slots == "heads" and routing is not None:
-            count = routing.expert_ids.size(1)
-            return weights[torch.arange(count) * weights.size(0) // count]
-        return weights
+
+def routers_of(model: nn.Module, recorded: RecordedPass, is_translation: bool) -> list[Router]:
+    """The routers and the dense attentions of a model in the order in which they run; σ-MoEs come last.
+
+    Args:
+        model: the model.
+        recorded: any pass of the model.
+        is_translation: whether the model translates: then the encoder reads the tokens of the source.
+    """
+    names = []
+    for attention in recorded.weights:
+        routed = [name for name in recorded.routings if name.removesuffix(".keys") == attention]
+        names += routed or [attention]
+    names += [name for name in recorded.routings if name not in names]
+    return [_router(name, model, recorded, is_translation) for name in names]
+
+
+def _router(name: str, model: nn.Module, recorded: RecordedPass, is_translation: bool) -> Router:
+    """The router or dense attention of a name."""
+    queries = "source" if is_translation and name.startswith("encoder") else "target"
+    example = recorded.routings.get(name)
+    attention = name.removesuffix(".keys")
+    if attention not in recorded.weights:
+        return Router(name, queries, None, example)
+    keys = "source" if attention.endswith("encoder_attn") else queries
+    if example is None:
+        return Router(name, queries, keys, None)
+    slot_kind = "heads"
+    expert_heads = None
+    module = model.get_submodule(attention)
+    if isinstance(module, MixtureOfAttentiveExperts):
+        slot_kind = "experts"
+        heads = module.heads_of_experts().cpu()
+        expert_heads = heads / heads.sum(1, keepdim=True)
+    elif len(recorded.weights[attention]) == example.expert_ids.size(1):
+        slot_kind = "slots"
+    if name.endswith(".keys"):
+        return Router(name, keys, None, example, slot_kind)
+    return Router(name, queries, keys, example, slot_kind, expert_heads)
 
 
 def _strongest(maps: Tensor, order: Tensor | None, carried: int) -> list[int]:
     """The positions of the strongest keys of each slot, with their weights in thousandths, [T·K·3·2].
 
-    The slots of a token are in the given order [T, K]. The first `carried` keys are earlier text, and have
-    negative positions.
+    Args:
+        maps: the attention of each slot, [K, T, S].
+        order: the slots of each token in the order of the page, [T or 1, K]; None: the order of the maps.
+        carried: the number of keys before the sentence; their positions are negative.
     """
     by_token = maps.transpose(0, 1)  # [T, K, S]
     if order is not None:
-        slots = order.expand(by_token.size(0), -1)[..., None]
-        by_token = by_token.gather(1, slots.expand(-1, -1, by_token.size(2)))
+        tokens = torch.arange(len(by_token))[:, None]
+        by_token = by_token[tokens, order]
     count = min(STRONGEST, by_token.size(2))
     values, positions = by_token.topk(count, -1)
-    rows = torch.stack([positions - carried, (1000 * values).round().long()], -1)
-    if count < STRONGEST:
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, STRONGEST - count))
-    return rows.flatten().tolist()
+    keys = torch.stack([positions - carried, _thousandths(values)], -1)
+    return torch.nn.functional.pad(keys, (0, 0, 0, STRONGEST - count)).flatten().tolist()
 
 
-def _row(values: Tensor, row: int, size: int) -> Tensor:
+def _thousandths(values: Tensor) -> Tensor:
+    return (1000 * values).round().long()
+
+
+def _row(values: Tensor, row: int, batch_size: int) -> Tensor:
     """The values of one sentence, [T, K], from those of a batch, [B·T, K]."""
-    return values.detach().cpu().view(size, -1, values.size(1))[row]
+    return values.detach().cpu().view(batch_size, -1, values.size(1))[row]

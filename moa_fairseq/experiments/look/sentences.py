@@ -15,9 +15,9 @@ from torch import Tensor
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.attention_maps import pass_with_weights
 from moa_fairseq.experiments.inference.text_model import TextModel
-from moa_fairseq.experiments.look.routes import Budget, RecordedPass, Routers
+from moa_fairseq.experiments.look.routes import Budget, RecordedPass, Router, routers_of
 from moa_fairseq.experiments.look.samples import Sample, kind_of_model
-from moa_fairseq.experiments.look.spelling import Spelled, spelling_of
+from moa_fairseq.experiments.look.spelling import spelling_of
 from moa_fairseq.experiments.scoring.text_marks import subword_kind
 from moa_fairseq.experiments.scoring.trained_model import symbols_at
 from moa_fairseq.text.codecs import WordCodec
@@ -25,7 +25,7 @@ from moa_fairseq.text.subwords import join_subwords
 
 log = logging.getLogger(__name__)
 STRIDE = 7  # a masked model guesses every seventh token of a pass: 14 %, as in training
-_CHRF = sacrebleu.CHRF()
+CHRF = sacrebleu.CHRF()  # the score of a sentence
 
 
 class Sentence(TypedDict, total=False):
@@ -42,7 +42,7 @@ class Sentence(TypedDict, total=False):
         score: the score of the translation against the reference (chrF).
         bits: the surprise of each target token; None for a token that the model does not predict.
         mean_bits: the mean surprise.
-        routes: what `Routers.routes` returns.
+        routes: for each router what `Router.route` returns; None if the page has no space for experts.
     """
 
     number: int
@@ -64,18 +64,23 @@ class SentenceReader:
     Args:
         model: a translation model or a language model.
         data: the binarised folder, which may have the files of GPT-2's encoding.
-        routers: the routers of the model; the first pass fills them.
         budget: how many bytes the sentences may take on the page.
+
+    Attributes:
+        routers: the routers of the model, once a sentence was read.
     """
 
-    def __init__(self, model: TextModel, data: Path, routers: Routers, budget: Budget) -> None:
+    def __init__(self, model: TextModel, data: Path, budget: Budget) -> None:
         self.model = model
         self.network = model.models[0]
         self.kind = kind_of_model(model)
-        self.routers = routers
+        self.routers: list[Router] = []
         self.budget = budget
-        self.spell_source = spelling_of(model, model.src_dict, data)
-        self.spell_target = spelling_of(model, model.tgt_dict, data)
+        self.dictionaries = {"source": model.src_dict, "target": model.tgt_dict}
+        self.spell = {
+            side: spelling_of(model, dictionary, data)
+            for side, dictionary in self.dictionaries.items()
+        }
 
     def sentences(self, samples: Iterator[Sample], limit: int) -> Iterator[Sentence]:
         """The sentences of batches, until the page is full.
@@ -84,8 +89,8 @@ class SentenceReader:
             samples: the batches.
             limit: how many sentences are shown at most.
         """
-        of_batches = itertools.chain.from_iterable(map(self._sentences_of, samples))
-        for sentence in itertools.islice(of_batches, limit):
+        all_sentences = itertools.chain.from_iterable(map(self._sentences_of, samples))
+        for sentence in itertools.islice(all_sentences, limit):
             self.budget.spend(sentence)
             if self.budget.is_spent:
                 log.warning(
@@ -97,43 +102,60 @@ class SentenceReader:
 
     def _sentences_of(self, sample: Sample) -> Iterator[Sentence]:
         """The sentences of one batch."""
-        model = self.model
         source = sample.net_input["src_tokens"]
-        target = sample.net_input.get("prev_output_tokens", source)
+        sides = {"source": source, "target": sample.net_input.get("prev_output_tokens", source)}
         recorded, output = self._forward(sample.net_input)
+        if not self.routers:
+            self.routers = routers_of(self.network, recorded, self.kind == "translation")
         if self.kind == "masked":
             surprise = self._masked_surprise(source)
         else:
             surprise = self._surprise(output, sample.target)
         for row, number in enumerate(sample.numbers):
-            tokens = {
-                "source": source[row].ne(model.src_dict.pad()),
-                "target": target[row].ne(model.tgt_dict.pad()),
-            }
-            if not tokens["target"].any():
+            tokens = {side: symbols[row] for side, symbols in sides.items()}
+            is_token = {side: ids.ne(self.dictionaries[side].pad()) for side, ids in tokens.items()}
+            if not is_token["target"].any():
                 continue
             sentence: Sentence = {"number": number}
             if self.kind == "translation":
-                symbols = symbols_at(model.src_dict, source[row][tokens["source"]])
-                sentence["source"], sentence["source_glue"] = _shown(self.spell_source(symbols))
+                shown = self._shown("source", tokens["source"][is_token["source"]])
+                sentence["source"], sentence["source_glue"] = shown
                 self._add_texts(sentence, sample)
-            symbols = symbols_at(model.tgt_dict, target[row][tokens["target"]])
-            sentence["target"], sentence["target_glue"] = _shown(self.spell_target(symbols))
-            bits = surprise[row][tokens["target"]]
+            shown = self._shown("target", tokens["target"][is_token["target"]])
+            sentence["target"], sentence["target_glue"] = shown
+            bits = surprise[row][is_token["target"]]
             sentence["bits"] = [round(value, 2) for value in bits.tolist()]
             if self.kind != "masked":
                 # The surprise at a position is that of the next token, and nothing predicts the first
                 sentence["bits"] = [None, *sentence["bits"][:-1]]
             sentence["mean_bits"] = round(bits.mean().item(), 3)
-            sentence["routes"] = self.routers.routes(recorded, row, tokens, self.budget)
+            sentence["routes"] = self._routes(recorded, row, is_token)
             yield sentence
+
+    def _shown(self, side: str, tokens: Tensor) -> tuple[list[str], str]:
+        """The texts of tokens, and a string with "1" for each that continues a word."""
+        spelled = self.spell[side](symbols_at(self.dictionaries[side], tokens))
+        glue = "".join(str(int(token.is_glued)) for token in spelled)
+        return [token.text for token in spelled], glue
+
+    def _routes(
+        self, recorded: RecordedPass, row: int, is_token: dict[str, Tensor]
+    ) -> list[dict[str, list[int]]] | None:
+        """What each router chose for a sentence, as far as the budget allows."""
+        if not self.budget.has_experts:
+            return None
+        routes = []
+        for router in self.routers:
+            mask = is_token[router.queries]
+            routes.append(router.route(recorded, row, mask, self.budget.has_keys))
+        return routes
 
     def _add_texts(self, sentence: Sentence, translation: Sample) -> None:
         """Add a translation and its reference as running text, with the score."""
         sentence["text"] = self._running_text(translation.target[0])
         if translation.reference is not None:
             sentence["reference"] = self._running_text(translation.reference)
-            score = _CHRF.sentence_score(sentence["text"], [sentence["reference"]])
+            score = CHRF.sentence_score(sentence["text"], [sentence["reference"]])
             sentence["score"] = round(score.score, 1)
 
     def _running_text(self, tokens: Tensor) -> str:
@@ -149,7 +171,6 @@ class SentenceReader:
             net_input = utils.move_to_cuda(net_input)
         weights, routings, output = pass_with_weights(self.network, net_input, features_only=False)
         recorded = RecordedPass(weights, dict(routings), net_input["src_tokens"].size(0))
-        self.routers.meet(recorded)
         return recorded, output
 
     @torch.no_grad()
@@ -158,7 +179,7 @@ class SentenceReader:
         surprise = torch.empty(tokens.shape)
         for start in range(STRIDE):
             masked = tokens.clone()
-            guessed = masked[:, start::STRIDE]
+            guessed = masked[:, start::STRIDE]  # a view, through which `masked` changes
             guessed[guessed.ne(self.model.src_dict.pad())] = self.model.task.mask_idx
             output = self.network(masked.to(self.model.device))
             surprise[:, start::STRIDE] = self._surprise(output, tokens)[:, start::STRIDE]
@@ -172,15 +193,9 @@ class SentenceReader:
         return nats.masked_fill(target.eq(self.model.tgt_dict.pad()), 0.0) / math.log(2)
 
 
-def _shown(spelled: Sequence[Spelled]) -> tuple[list[str], str]:
-    """The texts of tokens, and a string with "1" for each that continues a word."""
-    glue = "".join(str(int(token.is_glued)) for token in spelled)
-    return [token.text for token in spelled], glue
-
-
 def score_signature() -> str:
     """sacreBLEU's signature of the sentences' scores; at least one sentence must have been scored."""
-    return str(_CHRF.get_signature())
+    return str(CHRF.get_signature())
 
 
 def check_pairing(
@@ -197,11 +212,13 @@ def check_pairing(
     """
     for left, right in zip(first, second):
         side: Literal["source", "target"] = "source" if "source" in left else "target"
-        texts = []
-        for sentence in (left, right):
-            texts.append("".join(sentence.get(side, ())).replace("</s>", ""))
-        if left["number"] != right["number"] or texts[0] != texts[1]:
+        is_same = _text(left[side]) == _text(right.get(side, ()))
+        if left["number"] != right["number"] or not is_same:
             raise UserError(
-                f"Sentence {left['number']} of {names[0]} is not that of {names[1]}: the test sets differ. "
+                f"Sentence {left['number']} of {names[0]} is not that of {names[1]}: their texts differ. "
                 "Give both the same text by --input FILE."
             )
+
+
+def _text(tokens: Sequence[str]) -> str:
+    return "".join(tokens).replace("</s>", "")

@@ -1,15 +1,14 @@
 """One run of a page: its sentences, its routers' loads, its training and its result."""
 
 import argparse
-import collections
 import contextlib
-import dataclasses
 import logging
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.expert_load import summary
@@ -26,7 +25,7 @@ from moa_fairseq.experiments.data.text_files import run_copy_of
 from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.inference.text_model import TextModel, load_run
 from moa_fairseq.experiments.inference.translate import generation
-from moa_fairseq.experiments.look.routes import Budget, Routers
+from moa_fairseq.experiments.look.routes import Budget
 from moa_fairseq.experiments.look.samples import Sources, kind_of_model, samples
 from moa_fairseq.experiments.look.sentences import Sentence, SentenceReader
 from moa_fairseq.experiments.make import made_by_of, read_step_records
@@ -37,7 +36,7 @@ from moa_fairseq.experiments.recipes.checkpoints import (
 )
 from moa_fairseq.experiments.recipes.loading import read_mapping
 from moa_fairseq.experiments.recipes.train_log import read_records
-from moa_fairseq.experiments.records.json_files import Values, selected
+from moa_fairseq.experiments.records.json_files import Values
 from moa_fairseq.experiments.records.provenance import combined
 from moa_fairseq.experiments.scoring.compare import (
     SCORES,
@@ -49,44 +48,40 @@ from moa_fairseq.experiments.scoring.complexity import as_json, count
 from moa_fairseq.plugin.forward_context import NamedRoutings
 
 log = logging.getLogger(__name__)
-# Limits of `Budget` in bytes, for the sentences of all runs: for strongest keys, for experts, for text. With
-# the loads and curves of two runs the page stays below 20 MB.
-SIZES = (9_000_000, 15_000_000, 18_000_000)
-_ORIGIN = ("hardware", "commit", "date", "command")
+# `Budget`'s three limits in bytes, for the sentences of all runs. With the loads and curves of two runs the
+# page stays below 20 MB
+LIMITS = (9_000_000, 15_000_000, 18_000_000)
 CURVES = ("loss", "nll_loss", "ppl", "lr", "load_entropy", "dead_experts")
-POINTS = 300  # the largest number of points of a curve
-TYPICAL = 10  # the number of typical tokens of an expert
+MAX_POINTS = 300  # of a curve
+TYPICAL_TOKENS = 10  # the number of typical tokens of an expert
 MIN_COUNT = 5  # a typical token occurs this often, as in `moa-fairseq analyze expert-tokens`
 MAX_TOKENS = 4096  # of a batch of the validation set, as in `moa-fairseq analyze`
-# A commit; the page shows its first ten digits
-HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")
 LENGTH = 10  # the number of tokens of the sentences whose MACs are counted, as in `moa-fairseq complexity`
+COMMIT = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")  # the page shows its first ten digits
+Curve = list[list[float | None]]  # [updates, value] of each point
 
 
-@dataclasses.dataclass
-class Examination:
+class Examination(NamedTuple):
     """What a page shows of one run.
 
     Args:
-        name: the name of the run.
         facts: everything but the sentences, as JSON.
         sentences: the sentences, as JSON.
         recipe: the recipe of the run; empty if it has none.
     """
 
-    name: str
     facts: Values
     sentences: list[Sentence]
     recipe: Values
 
 
-def examine(folder: Path, args: argparse.Namespace, runs: int) -> Examination:
+def examine(folder: Path, args: argparse.Namespace, num_runs: int) -> Examination:
     """Read a run.
 
     Args:
         folder: the run folder, or a checkpoint.
         args: the flags: input, sentences, data and cpu.
-        runs: the number of runs on the page.
+        num_runs: the number of runs on the page.
 
     Raises:
         UserError: for a run that has neither a checkpoint nor a log, for a damaged log, recipe or result, and
@@ -95,28 +90,32 @@ def examine(folder: Path, args: argparse.Namespace, runs: int) -> Examination:
     recipe: Values = {}
     if (folder / "recipe.yaml").is_file():
         recipe = read_mapping(folder / "recipe.yaml", "recipe")
-    name = folder.resolve().name
-    notes: list[str] = []
-    facts: Values = {"name": name, "summary": recipe.get("summary"), "notes": notes}
-    facts["curves"] = curves(folder)
-    sentences: list[Sentence] = []
-    model = None
+    curves = _curves(folder)
     checkpoint = _checkpoint(folder)
+    model = None
+    sentences: list[Sentence] = []
+    facts: Values = {"notes": []}
     if checkpoint is not None:
         model = _load(folder, checkpoint, args)
+        sentences, facts = _examine_model(folder, model, args, num_runs)
         if checkpoint.name == LAST:
-            notes.append(
-                f"The training is not finished: this is {LAST}, the state at its last save."
-            )
-        sentences = _examine_model(folder, model, args, runs, facts)
-    elif facts["curves"]:
-        notes.append("This run has no checkpoint yet, so there are no sentences and no loads.")
+            note = f"The training is not finished: this is {LAST}, the state at its last save."
+            facts["notes"].insert(0, note)
+    elif curves:
+        facts["notes"].append(
+            "This run has no checkpoint yet, so there are no sentences and no loads."
+        )
     else:
         raise UserError(
             f"{folder} has neither a checkpoint nor a train.jsonl. Train first, or name a run."
         )
-    facts["result"] = result(folder, model, recipe, notes)
-    return Examination(name, facts, sentences, recipe)
+    if not (folder / "result.json").is_file():
+        facts["notes"].append(
+            "This run has no result.json yet, so there are no scores of the whole test set."
+        )
+    facts |= {"name": folder.resolve().name, "summary": recipe.get("summary"), "curves": curves}
+    facts["result"] = _result(folder, model, recipe)
+    return Examination(facts, sentences, recipe)
 
 
 def _checkpoint(folder: Path) -> Path | None:
@@ -133,8 +132,8 @@ def _checkpoint(folder: Path) -> Path | None:
 def _load(folder: Path, checkpoint: Path, args: argparse.Namespace) -> TextModel:
     """The model with its codec; without a record of the text's preparation, symbols are shown as they are."""
     data = args.data or (prepared_data(folder) if folder.is_dir() else None)
-    text = run_copy_of(checkpoint) or data
     model = load_run(checkpoint, data, None, args.cpu)
+    text = run_copy_of(checkpoint) or data
     kind = kind_of_model(model)
     if kind != "masked" and text is not None:
         try:
@@ -154,35 +153,35 @@ def _task_settings(model: TextModel) -> Any:
 
 
 def _examine_model(
-    folder: Path, model: TextModel, args: argparse.Namespace, runs: int, facts: Values
-) -> list[Sentence]:
-    """The sentences of a run; its model's kind and routers, and what the page leaves out, go to the facts."""
+    folder: Path, model: TextModel, args: argparse.Namespace, num_runs: int
+) -> tuple[list[Sentence], Values]:
+    """The sentences of a run; its model's kind and routers, with notes on what the page leaves out."""
     data = Path(_task_settings(model).data)
     subsets = [name for name in ("test", "valid") if any(data.glob(f"{name}.*"))]
     if not args.input and not subsets:
         raise UserError(f"{data} has no test or validation set. Give sentences by --input FILE.")
-    sources = Sources(args.input, subsets[0] if subsets else "", data, args.sentences)
-    facts["kind"] = kind_of_model(model)
-    facts["origin"] = args.input.name if args.input else f"{sources.subset} set"
-    network = model.models[0]
-    is_translation = facts["kind"] == "translation"
-    routers = Routers(network, is_translation)
-    budget = Budget(*(size // runs for size in SIZES))
-    reader = SentenceReader(model, data, routers, budget)
-    batches = samples(model, sources, generation(folder) if is_translation else {})
-    sentences = list(reader.sentences(batches, args.sentences))
+    subset = next(iter(subsets), "")
+    kind = kind_of_model(model)
+    settings = generation(folder) if kind == "translation" else {}
+    sources = Sources(args.input, subset, data, args.sentences)
+    budget = Budget(*(limit // num_runs for limit in LIMITS))
+    reader = SentenceReader(model, data, budget)
+    sentences = list(reader.sentences(samples(model, sources, settings), args.sentences))
     if not sentences:
-        raise UserError(f"{args.input or sources.subset} has no sentence that the model can read.")
-    facts["notes"] += _cuts(budget, budget.count if args.input else args.sentences)
-    facts["routers"] = [router.as_json() for router in routers.all]
-    if any(router["experts"] for router in facts["routers"]):
+        raise UserError(f"{args.input or subset} has no sentence that the model can read.")
+    notes = _cuts(budget, budget.count if args.input else args.sentences)
+    routers = [router.as_json() for router in reader.routers]
+    if any(router["experts"] for router in routers):
         if "valid" in subsets:
-            add_loads(facts["routers"], model, data, args.cpu)
+            loads = _loads(model, data, args.cpu)
+            for router in routers:
+                router.update(loads.get(router["name"], {}))
         else:
-            facts["notes"].append(
+            notes.append(
                 "The data has no validation set here, so loads and typical tokens are missing."
             )
-    return sentences
+    origin = args.input.name if args.input else f"{subset} set"
+    return sentences, {"kind": kind, "origin": origin, "routers": routers, "notes": notes}
 
 
 def _cuts(budget: Budget, sentences_in_all: int) -> list[str]:
@@ -204,123 +203,103 @@ def _cuts(budget: Budget, sentences_in_all: int) -> list[str]:
     return notes
 
 
-def add_loads(routers: list[Values], model: TextModel, data: Path, cpu: bool) -> None:
-    """Add to each router its load and its experts' typical tokens, as `moa-fairseq analyze` computes them.
-
-    Args:
-        routers: what `Router.as_json` returns for each router; it is changed in place.
-        model: the model of the run.
-        data: the binarised folder, with a validation set.
-        cpu: whether the model runs on the CPU although there is a GPU.
-    """
+def _loads(model: TextModel, data: Path, cpu: bool) -> dict[str, Values]:
+    """Name of a router → its load and its experts' typical tokens, as `moa-fairseq analyze` computes them."""
     network = model.models[0]
-    counters = {}
-    for router in routers:
-        if router["experts"]:
-            counters[router["name"]] = TokenCounter(segmenter(model.task, data))
+    segment = segmenter(model.task, data)
+    counters: dict[str, TokenCounter] = defaultdict(lambda: TokenCounter(segment))
 
     def counted() -> Iterator[NamedRoutings]:
-        passes = forward_passes(network, model.task, "valid", MAX_TOKENS, cpu)
-        for batch, routings in passes:
+        """The routings of each pass, whose tokens are counted on the way."""
+        for batch, routings in forward_passes(network, model.task, "valid", MAX_TOKENS, cpu):
             for name, routing in routings:
-                if name in counters:
-                    count_batch(counters[name], name, routing, batch, model.task)
+                count_batch(counters[name], name, routing, batch, model.task)
             yield routings
 
-    uses = {use.name: use for use in router_uses(counted())}
-    for router in routers:
-        if use := uses.get(router["name"]):
-            router["load"] = summary(use)
-            router["token_entropy"] = use.total_entropy / use.instances
-            if not is_uniform(network, use.name) and counters[use.name].attributions:
-                router["typical"] = _typical(counters[use.name])
+    loads: dict[str, Values] = {}
+    for use in router_uses(counted()):
+        load = {"load": summary(use), "token_entropy": use.total_entropy / use.instances}
+        counter = counters[use.name]
+        if not is_uniform(network, use.name) and counter.attributions:
+            load["typical"] = _typical(counter)
+        loads[use.name] = load
+    return loads
 
 
 def _typical(counter: TokenCounter) -> list[list[list[Any]]]:
     """The typical tokens of each expert, each as [token, pointwise mutual information, count]."""
     rows = []
-    for tokens in counter.indicative(TYPICAL, MIN_COUNT):
+    for tokens in counter.indicative(TYPICAL_TOKENS, MIN_COUNT):
         rows.append(
             [[each["token"], round(each["pmi"], 2), round(each["count"])] for each in tokens]
         )
     return rows
 
 
-def curves(folder: Path) -> dict[str, dict[str, list[list[float | None]]]]:
-    """The curves of a run's log.
-
-    Args:
-        folder: the run folder.
-
-    Returns:
-        Metric → "train" and "valid" → [updates, value] of each point; empty if there is no train.jsonl.
-
-    Raises:
-        UserError: for a damaged line, with its number.
-    """
-    points: dict[str, dict[str, list[list[float | None]]]] = {}
+def _curves(folder: Path) -> dict[str, dict[str, Curve]]:
+    """Metric → the curves "train" and "valid" of a run's log; a UserError for a damaged line."""
     log_file = folder / "train.jsonl"
     if not log_file.is_file():
-        return points
-    collections.deque(read_records(log_file), maxlen=0)  # raises for a damaged line
+        return {}
+    for _ in read_records(log_file):  # raises for a damaged line, unlike the readers below
+        pass
+    curves = {}
     for metric in CURVES:
         with contextlib.suppress(UserError):  # a metric that this training does not log
             curve = read_learning_curve(folder, metric)
-            points[metric] = {"train": _thinned(curve.train), "valid": _thinned(curve.valid)}
-    return points
+            curves[metric] = {"train": _thinned(curve.train), "valid": _thinned(curve.valid)}
+    return curves
 
 
-def _thinned(points: list[Point]) -> list[list[float | None]]:
-    """At most POINTS points and the last one, as [updates, value]."""
-    step = math.ceil(len(points) / POINTS) or 1
+def _thinned(points: list[Point]) -> Curve:
+    """At most MAX_POINTS points and the last one."""
+    step = math.ceil(len(points) / MAX_POINTS) or 1
     spread = points[::step]
     if points and spread[-1] is not points[-1]:
         spread.append(points[-1])
     return [[each.updates, each.value if math.isfinite(each.value) else None] for each in spread]
 
 
-def result(folder: Path, model: TextModel | None, recipe: Values, notes: list[str]) -> Values:
-    """The result of a run, as JSON.
-
-    Args:
-        folder: the run folder.
-        model: the model, whose costs are counted; None without a checkpoint.
-        recipe: the recipe of the run; empty if it has none.
-        notes: the page's notes, to which a missing result is added.
-
-    Returns:
-        "facts" and "scores", lists of [name, value]; "paper", the comparison with a paper's row;
-        "differences", how the run differs from the paper's.
-    """
-    facts = [
-        ["recipe", recipe.get("experiment")],
-        ["architecture", recipe.get("model", {}).get("arch")],
-    ]
-    origin: Values = {}
-    if folder.is_dir():
-        origin = combined(made_by_of(read_step_records(folder).get("train", {})))
+def _result(folder: Path, model: TextModel | None, recipe: Values) -> Values:
+    """Facts and scores of a run, its comparison with a paper's row, and its differences from the paper's."""
     run: Values = {}
     paper: list[dict[str, str]] = []
     if (folder / "result.json").is_file():
         run, paper = _measured(folder / "result.json")
-        origin |= {key: run[key] for key in _ORIGIN if run.get(key)}
-    else:
-        notes.append(
-            "This run has no result.json yet, so there are no scores of the whole test set."
-        )
+    facts = {
+        "recipe": recipe.get("experiment"),
+        "architecture": recipe.get("model", {}).get("arch"),
+    }
     if model is not None:
-        facts += _costs(model)
-    keys = ("updates", "epochs", "train_seconds", "tokens_per_second", "seed")
-    facts += [[key.replace("_", " "), run.get(key)] for key in keys]
-    if origin.get("commit"):
-        origin["commit"] = HASH.sub(r"\1", origin["commit"])
-    facts += map(list, selected(origin, _ORIGIN).items())
+        facts |= _costs(model)
+    for key in ("updates", "epochs", "train_seconds", "tokens_per_second", "seed"):
+        facts[key.replace("_", " ")] = run.get(key)
+    facts |= _origin(folder, run)
+    scores = SCORES | {"sacrebleu_signature": "sacreBLEU's signature"}
+    metrics = run.get("metrics", {})
     return {
-        "facts": [fact for fact in facts if fact[1] is not None],
-        "scores": _scores(run.get("metrics", {})),
+        "facts": _pairs(facts),
+        "scores": _pairs({name: metrics.get(key) for key, name in scores.items()}),
         "paper": paper,
         "differences": run.get("differences") or [],
     }
+
+
+def _pairs(mapping: Values) -> list[list[Any]]:
+    """[name, value] of each value that is not None."""
+    return [[name, value] for name, value in mapping.items() if value is not None]
+
+
+def _origin(folder: Path, run: Values) -> Values:
+    """What made a run, from its result, or from the record of its training."""
+    keys = ("hardware", "commit", "date", "command")
+    origin: Values = {}
+    if folder.is_dir():
+        origin = combined(made_by_of(read_step_records(folder).get("train", {})))
+    origin = {key: run.get(key) or origin.get(key) for key in keys}
+    if origin["commit"]:
+        origin["commit"] = COMMIT.sub(r"\1", origin["commit"])
+    return origin
 
 
 def _measured(path: Path) -> tuple[Values, list[dict[str, str]]]:
@@ -334,21 +313,15 @@ def _measured(path: Path) -> tuple[Values, list[dict[str, str]]]:
             measured += row.runs
             for cell in row.cells:
                 paper += [location | line for line in lines_of(row, cell)]
-    return measured[0], paper
+    return measured[0], paper  # of one file, so one record
 
 
-def _scores(metrics: Values) -> list[list[Any]]:
-    """The scores that a run has, as [name, value]."""
-    names = SCORES | {"sacrebleu_signature": "sacreBLEU's signature"}
-    return [[name, metrics[key]] for key, name in names.items() if metrics.get(key) is not None]
-
-
-def _costs(model: TextModel) -> list[list[Any]]:
-    """Parameters, MACs and cache of a model, as [name, value]."""
+def _costs(model: TextModel) -> Values:
+    """Parameters, MACs and cache of a model."""
     cost = as_json(count(model.models[0], LENGTH, LENGTH))
-    return [
-        ["parameters", cost["parameters"]],
-        [f"MACs of {LENGTH} + {LENGTH} tokens", cost["macs"]],
-        ["MACs of attention", cost["attention_macs"]],
-        ["cache, bytes per token and layer", cost["cache_bytes"]],
-    ]
+    return {
+        "parameters": cost["parameters"],
+        f"MACs of {LENGTH} + {LENGTH} tokens": cost["macs"],
+        "MACs of attention": cost["attention_macs"],
+        "cache, bytes per token and layer": cost["cache_bytes"],
+    }

@@ -209,7 +209,7 @@ def test_text_of_others_stays_text(look, moa_run, toy_data, tmp_path):
 
 
 def test_a_page_is_cut_to_its_size_and_says_so(look, whole, moa_run, toy_data, monkeypatch):
-    monkeypatch.setattr(trained_run, "SIZES", (3_000, 6_000, 9_000))
+    monkeypatch.setattr(trained_run, "LIMITS", (3_000, 6_000, 9_000))
     page = look(moa_run, "--data", toy_data)
     notes = " ".join(page["runs"][0]["notes"])
     detail = [
@@ -377,6 +377,18 @@ def test_a_curve_has_few_points_and_its_last_one(count, most):
 def test_a_short_sentence_has_fewer_keys_than_are_shown(weights, expected):
     """What fills its row up has no weight."""
     assert routes._strongest(torch.tensor([[weights]]), None, 0) == expected
+
+
+def test_the_keys_of_a_token_are_those_of_its_own_expert():
+    """With --mae-evaluate-with, each token or sequence has one expert of MAE."""
+    chosen = torch.tensor([[1], [0]])
+    routing = SimpleNamespace(expert_ids=chosen, gates=torch.ones(2, 1), scope="tokens")
+    router = routes.Router("a", "target", "target", routing, "experts", torch.eye(2))
+    weights = torch.tensor([[0.9, 0.1], [0.3, 0.7]])[:, None, None].expand(2, 1, 2, 2)
+    recorded = routes.RecordedPass({"a": weights}, {"a": routing}, 1)
+    route = router.route(recorded, 0, torch.tensor([True, True]), with_keys=True)
+    assert route["e"] == [1, 0]
+    assert rows(route["k"], 6)[:, :4].tolist() == [[1, 700, 0, 300], [0, 900, 1, 100]]
 
 
 def test_sentences_keep_their_numbers_where_one_is_too_long(monkeypatch):
