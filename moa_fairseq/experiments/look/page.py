@@ -55,7 +55,7 @@ def _settings(recipe: Values) -> Values:
 def _side_by_side(runs: Sequence[Examination]) -> list[list[Sentence]]:
     """Each sentence as a list with that of each run, which is {} if the run has no sentences."""
     count = min((len(run.sentences) for run in runs if run.sentences), default=0)
-    rows = []
+    rows: list[list[Sentence]] = []
     for index in range(count):
         rows.append([run.sentences[index] if run.sentences else {} for run in runs])
     return rows
