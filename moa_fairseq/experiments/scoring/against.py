@@ -55,8 +55,6 @@ def _common_settings(output: RunningText) -> tuple[Any, str, bool]:
     return output.references, output.tokenizer, output.lowercase
 
 
-# sacreBLEU's public functions take texts. A test scores sums of the sentences' statistics instead, for which
-# sacrebleu.significance calls the same private functions.
 def _metric_row(
     name: str,
     metric: Any,
@@ -90,6 +88,8 @@ def _metric_row(
     return row
 
 
+# sacreBLEU's public functions take texts. A test scores sums of the sentences' statistics instead, for which
+# sacrebleu.significance calls the same private functions.
 def _statistics(metric: Any, texts: Sequence[RunningText]) -> NDArray[np.float64]:
     """The sufficient statistics of each output and sentence, [S, N, F]."""
     rows = [metric._extract_corpus_statistics(text.hypotheses, text.references) for text in texts]

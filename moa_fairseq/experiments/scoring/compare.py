@@ -33,7 +33,7 @@ from moa_fairseq.experiments.scoring.comparison import (
     Row,
     load_comparison,
 )
-from moa_fairseq.experiments.tables import Column, Table, page, values_of
+from moa_fairseq.experiments.tables import Column, Table, page
 from moa_fairseq.files import shipped
 
 SCHEMA = {"name": "moa-fairseq compare", "version": 1}  # in --json; see results/FORMAT.md
@@ -59,12 +59,6 @@ SCORES = {  # metric → heading
     "blimp_acc": "BLiMP (%)",
     "cbt_acc": "CBT (%)",
 }
-# Flags of a run's command that may differ between the seeds of an experiment
-_OF_ONE_RUN = re.compile(
-    r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)?|gpus \S+|restart)(?= |$)"
-)
-# The file of a shipped recipe, which a command may also name without folder and ending
-_FILE_OF_A_RECIPE = re.compile(r"(?<=recipe )configs/(?:\w+/)?(\w+)\.yaml")
 
 
 def render(comparison: Comparison, markdown: bool = False) -> str:
@@ -80,10 +74,10 @@ def render(comparison: Comparison, markdown: bool = False) -> str:
             blocks += [f"### {table.title}", f"{table.citation}.", _LEGEND if markdown else ""]
         blocks.append(f"**Table {table.table}.** {table.caption}.")
         blocks += _line_per_row(table) if markdown else _line_per_cell(table)
-        by_id: dict[int, dict] = {}
+        runs: list[dict] = []
         for row in table.rows:
-            by_id.update(zip(map(id, row.runs), row.runs))
-        blocks += [_evidence([*by_id.values()]), " ".join(table.notes)]
+            runs += [run for run in row.runs if run not in runs]
+        blocks += [_evidence(runs), " ".join(table.notes)]
     if runs := comparison.other:
         note = "Runs that differ only in their seed have one line: mean ± standard deviation."
         blocks += ["### Other runs", note, *_other(runs), _evidence(runs)]
@@ -112,29 +106,20 @@ def _line_per_row(table: PaperTable) -> list[str | Table]:
 
     A value that is the same in all lines stands in a sentence above the table.
     """
-    lines = []
     heads = {"row": "Model", "arch": "Architecture"}
+    lines = []
     for row in table.rows:
         line = {"row": row.row, "arch": f"`{row.arch}`" if row.arch else ""}
-        ours = defaultdict(list)  # column of the paper → (measure, our number) for each metric
         further: dict[str, str] = {}
         for cell in row.cells:
-            first, *more = lines_of(row, cell)
+            cells = row.cells_of(cell.column)
             heads.setdefault(cell.column, cell.column)
-            line[cell.column] = first["paper"]
-            if cell.status != NO_RECIPE:
-                ours[cell.column].append((first["measure"], first["ours"]))
-            further.update(zip(values_of(more, "measure"), values_of(more, "ours")))
-        for column, scores in ours.items():
-            texts = []
-            chains = []
-            for measure, text in scores:
-                texts.append(_NOT_RUN if text == "not run" else text)
-                chains.append(measure.removeprefix(f"{column} (").rstrip(")"))
-            if len(scores) > 1:
-                heads[column] = f"{column} ({', '.join(chains)})"
-            line[column] += f" ({', '.join(texts if set(texts) != {_NOT_RUN} else texts[:1])})"
-        heads.update(zip(further, further))
+            if cell.status != NO_RECIPE and len(cells) > 1:
+                heads[cell.column] = f"{cell.column} ({', '.join(map(_metric_name, cells))})"
+            line[cell.column] = _paper_and_ours(cells)
+            further |= _further_counts(cell)
+        for measure in further:
+            heads[measure] = measure
         lines.append(line | further)
     columns = []
     shared = []
@@ -144,6 +129,18 @@ def _line_per_row(table: PaperTable) -> list[str | Table]:
         elif lines[0].get(key):
             shared.append(f"{head} {lines[0][key]}")
     return [f"In all rows: {'; '.join(shared)}." if shared else "", Table(columns, lines)]
+
+
+def _paper_and_ours(cells: list[Cell]) -> str:
+    """The text of a printed number, and of ours by each metric in brackets: "27.3 (27.1, 27.9)"."""
+    paper = _paper_text(cells[0])
+    statuses = {cell.status for cell in cells}
+    if statuses == {NO_RECIPE}:
+        return paper
+    if statuses == {"not run"}:
+        return f"{paper} ({_NOT_RUN})"
+    ours = ", ".join(map(_our_text, cells))
+    return f"{paper} ({ours.replace('not run', _NOT_RUN)})"
 
 
 def _without_recipe(table: PaperTable) -> list[str | Table]:
@@ -174,66 +171,71 @@ def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
             the printed number.
         cell: the printed number.
     """
-    line = {"model": row.row, "measure": cell.column, "paper": cell.printed, "ours": cell.status}
-    if cell.status == COMPUTED and cell.ours is not None:
-        paper = cell.paper or 0
-        decimals = max(1, len(f"{paper / 1e6:g}".partition(".")[2]))
-        line["ours"] = f"{cell.ours / 1e6:.{decimals}f}M"
-        if cell.difference is not None:
-            percent = round(100 * cell.difference / paper, 1) or 0.0  # no "-0.0"
-            line.update(paper=f"{paper / 1e6:g}M", difference=f"{percent:+.1f} %")
-        further = {}
-        for name, count in (("plain count", cell.plain), ("attention alone", cell.attention)):
-            if count:
-                further[f"{cell.column}, {name}"] = f"{count / 1e6:.1f}M"
-        if cell.cache is not None:
-            further["cache, bytes per token and layer"] = f"{cell.cache:,}"
-        lines = [{"model": row.row, "measure": key, "ours": text} for key, text in further.items()]
-        return [line, *lines]
-    if sum(sibling.column == cell.column for sibling in row.cells) > 1:
-        # The printed number is compared with several metrics
-        line["measure"] += f" ({SCORES.get(cell.quantity or '', cell.quantity)})"
-    if cell.ours is not None:
-        spread = "" if cell.spread is None else f" ± {cell.spread:.2f} ({cell.runs} runs)"
-        line["ours"] = f"{cell.ours:.2f}{spread}"
-        if cell.difference is not None:
-            line["difference"] = f"{cell.difference:+.2f}"
-    return [line]
+    line = {"model": row.row, "measure": cell.column}
+    if len(row.cells_of(cell.column)) > 1:
+        line["measure"] += f" ({_metric_name(cell)})"
+    line |= {"paper": _paper_text(cell), "ours": _our_text(cell)}
+    if cell.difference is not None:
+        line["difference"] = f"{cell.difference:+.2f}"
+        if cell.paper and cell.status == COMPUTED:
+            percent = round(100 * cell.difference / cell.paper, 1) or 0.0  # no "-0.0"
+            line["difference"] = f"{percent:+.1f} %"
+    lines = [line]
+    for measure, text in _further_counts(cell).items():
+        lines.append({"model": row.row, "measure": measure, "ours": text})
+    return lines
+
+
+def _metric_name(cell: Cell) -> str:
+    """The name of the metric that is compared with a printed number."""
+    return SCORES.get(cell.quantity or "", str(cell.quantity))
+
+
+def _paper_text(cell: Cell) -> str:
+    """The text of a printed number; a count that is compared is in millions."""
+    if cell.status == COMPUTED and cell.paper is not None:
+        return f"{cell.paper / 1e6:g}M"
+    return cell.printed
+
+
+def _our_text(cell: Cell) -> str:
+    """The text of our number, or why there is none. A count has as many decimals as the paper's, or one."""
+    if cell.ours is None:
+        return cell.status
+    if cell.status == COMPUTED:
+        decimals = _paper_text(cell).rstrip("M").partition(".")[2]
+        return f"{cell.ours / 1e6:.{max(1, len(decimals))}f}M"
+    spread = "" if cell.spread is None else f" ± {cell.spread:.2f} ({cell.runs} runs)"
+    return f"{cell.ours:.2f}{spread}"
+
+
+def _further_counts(cell: Cell) -> dict[str, str]:
+    """Measure → text of our further counts beside MACs."""
+    texts = {}
+    if cell.plain:
+        texts[f"{cell.column}, plain count"] = f"{cell.plain / 1e6:.1f}M"
+    if cell.attention:
+        texts[f"{cell.column}, attention alone"] = f"{cell.attention / 1e6:.1f}M"
+    if cell.cache is not None:
+        texts["cache, bytes per token and layer"] = f"{cell.cache:,}"
+    return texts
 
 
 def _other(runs: list[dict]) -> list[Table]:
     """A table for each set of metrics; runs that differ only in their seed have one line."""
     alike: dict[tuple, list[dict]] = defaultdict(list)
     for run in runs:
-        keys = ("subset", "status", "updates", "parameters", "checkpoints_averaged", "generation")
-        command = _OF_ONE_RUN.sub("", run.get("command") or "")
-        command = _FILE_OF_A_RECIPE.sub(r"\1", command)
-        facts = map(str, selected(run, keys).values())
-        group = alike[(run["experiment"], command, *facts)]
-        # A run without a seed, or with the same seed, has a line of its own
-        if group and run.get("seed") in {None, *(other.get("seed") for other in group)}:
-            group = alike[(id(run),)]
-        group.append(run)
-    tables: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+        names = ("subset", "status", "updates", "parameters", "checkpoints_averaged", "generation")
+        facts = map(str, selected(run, names).values())
+        key: tuple[Any, ...] = (run["experiment"], _command_of_experiment(run), *facts)
+        seeds = {other.get("seed") for other in alike[key]}
+        if seeds and run.get("seed") in seeds | {None}:
+            key += (id(run),)  # a run without a seed, or with the same seed, has its own line
+        alike[key].append(run)
+    tables: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
     for group in alike.values():
-        first = group[0]
-        name = first["name"]
-        if len(group) > 1:
-            name = f"{first['experiment']} ({len(group)} seeds)"
-        line = {"run": name, "status": first.get("status")}
-        metrics = []
-        for metric in SCORES:
-            scores = [run["metrics"].get(metric) for run in group]
-            if values := [score for score in scores if score is not None]:
-                spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-                line[metric] = f"{statistics.mean(values):.2f}{spread}"
-                metrics.append(metric)
-        if first.get("parameters"):
-            line["size"] = f"{first['parameters'] / 1e6:.1f}M"
-        if first.get("train_seconds") is not None:
-            minutes = statistics.mean(run.get("train_seconds") or 0 for run in group) / 60
-            line["time"] = f"{minutes:.1f} min" if minutes < 60 else f"{minutes / 60:.1f} h"
-        tables[tuple(metrics)].append(line)
+        line = _line_of(group)
+        tables[tuple(metric for metric in SCORES if metric in line)].append(line)
     columns = [
         Column("run", "Run"),
         *(Column(key, head, ">") for key, head in SCORES.items()),
@@ -244,40 +246,71 @@ def _other(runs: list[dict]) -> list[Table]:
     return [Table(columns, lines) for lines in tables.values()]
 
 
+def _command_of_experiment(run: dict) -> str:
+    """A run's command without the flags that may differ between the seeds of an experiment."""
+    own_flags = r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)?|gpus \S+|restart)(?= |$)"
+    command = re.sub(own_flags, "", run.get("command") or "")
+    # A command may also name a shipped recipe without folder and ending
+    return re.sub(r"(?<=recipe )configs/(?:\w+/)?(\w+)\.yaml", r"\1", command)
+
+
+def _line_of(runs: list[dict]) -> dict[str, str]:
+    """A line of a table for runs that differ only in their seed."""
+    first = runs[0]
+    line = {"run": first["name"], "status": first.get("status") or ""}
+    if len(runs) > 1:
+        line["run"] = f"{first['experiment']} ({len(runs)} seeds)"
+    for metric in SCORES:
+        scores = [run["metrics"].get(metric) for run in runs]
+        if values := [score for score in scores if score is not None]:
+            spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+            line[metric] = f"{statistics.mean(values):.2f}{spread}"
+    if first.get("parameters"):
+        line["size"] = f"{first['parameters'] / 1e6:.1f}M"
+    if first.get("train_seconds") is not None:
+        minutes = statistics.mean(run.get("train_seconds") or 0 for run in runs) / 60
+        line["time"] = f"{minutes:.1f} min" if minutes < 60 else f"{minutes / 60:.1f} h"
+    return line
+
+
 def _evidence(runs: list[dict]) -> str:
     """A list of how the runs were made and scored; runs that differ only in score and seed have one line."""
     alike: dict[tuple[str, ...], list[dict]] = defaultdict(list)
     for run in runs:
-        metrics = run["metrics"]
-        headline = run.get("headline") or ""
-        facts = selected(run, FACTS)
-        facts.pop("seed")
-        facts["commit"] = re.sub(r"^(\w{10})\w+", r"\1", run.get("commit") or "")
-        facts.update((run.get("generation") or {}) | (run.get("evaluation") or {}))
-        facts["sacreBLEU"] = metrics.get("sacrebleu_signature")
-        notes = [SCORES.get(headline, headline)] if metrics.get(headline) else []
-        for key, value in facts.items():
-            # A dict has the scores of groups of sentences
-            if value not in (None, "") and not isinstance(value, dict):
-                notes.append(f"{key.replace('_', ' ')} {value}")
-        alike[tuple(notes)].append(run)
+        alike[_facts_of(run)].append(run)
     lines = []
-    for shared, group in alike.items():
-        notes = list(shared)
-        seeds = [run.get("seed") for run in group]
-        names = []
-        for run, seed in zip(group, seeds):
-            details = []
-            if score := run["metrics"].get(run.get("headline")):
-                details.append(f"{score:.2f}")
-            if len(set(seeds)) > 1:
-                details.append(f"seed {seed}")
-            name = f"`{run['name']}`"
-            names.append(f"{name} ({', '.join(details)})" if details else name)
-        if len(set(seeds)) == 1 and seeds[0] is not None:
-            notes.append(f"seed {seeds[0]}")
-        lines.append(f"- {', '.join(names)}: {', '.join(notes) or 'nothing else is recorded'}")
+    for facts, group in alike.items():
+        seeds = {run.get("seed") for run in group}
+        names = [_name_and_score(run, with_seed=len(seeds) > 1) for run in group]
+        if len(seeds) == 1 and seeds != {None}:
+            facts += (f"seed {group[0]['seed']}",)
+        lines.append(f"- {', '.join(names)}: {', '.join(facts) or 'nothing else is recorded'}")
     return "\n".join(lines)
+
+
+def _facts_of(run: dict) -> tuple[str, ...]:
+    """How a run was made and scored, apart from its seed."""
+    facts = selected(run, FACTS)
+    del facts["seed"]
+    facts["commit"] = re.sub(r"^(\w{10})\w+", r"\1", run.get("commit") or "")
+    facts |= (run.get("generation") or {}) | (run.get("evaluation") or {})
+    facts["sacreBLEU"] = run["metrics"].get("sacrebleu_signature")
+    headline = run.get("headline") or ""
+    texts = [SCORES.get(headline, headline)] if run["metrics"].get(headline) else []
+    for key, value in facts.items():
+        # A dict has the scores of groups of sentences
+        if value not in (None, "") and not isinstance(value, dict):
+            texts.append(f"{key.replace('_', ' ')} {value}")
+    return tuple(texts)
+
+
+def _name_and_score(run: dict, with_seed: bool) -> str:
+    """A run's name, with its headline score, if it has one, and its seed, if requested, in brackets."""
+    score = run["metrics"].get(run.get("headline"))
+    details = [f"{score:.2f}"] if score else []
+    if with_seed:
+        details.append(f"seed {run.get('seed')}")
+    return f"`{run['name']}`" + (f" ({', '.join(details)})" if details else "")
 
 
 def default_results() -> Path:

@@ -5,7 +5,7 @@ import functools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -20,13 +20,29 @@ COMPUTED = "computed"
 NO_RECIPE = "no recipe"  # for a row that no recipe here reproduces
 NOT_PRINTED = "–"
 # The kinds of values in a result.json; FACTS say how its number came about, in the order of the output
-FACTS = dict.fromkeys(("status", "subset"), TEXT)
-FACTS |= dict.fromkeys(("epochs", "updates", "checkpoints_averaged", "seed"), NUMBER)
-FACTS |= dict.fromkeys(("hardware", "date", "commit"), TEXT)
-_KINDS = dict.fromkeys(("experiment", "headline", "command", "row"), TEXT)
-_KINDS |= dict.fromkeys(("parameters", "train_seconds"), NUMBER)
-_KINDS |= dict.fromkeys(("metrics", "reproduces", "generation", "evaluation"), MAPPING)
-_KINDS |= FACTS
+FACTS = {
+    "status": TEXT,
+    "subset": TEXT,
+    "epochs": NUMBER,
+    "updates": NUMBER,
+    "checkpoints_averaged": NUMBER,
+    "seed": NUMBER,
+    "hardware": TEXT,
+    "date": TEXT,
+    "commit": TEXT,
+}
+_KINDS = FACTS | {
+    "experiment": TEXT,
+    "headline": TEXT,
+    "command": TEXT,
+    "row": TEXT,
+    "parameters": NUMBER,
+    "train_seconds": NUMBER,
+    "metrics": MAPPING,
+    "reproduces": MAPPING,
+    "generation": MAPPING,
+    "evaluation": MAPPING,
+}
 _REMEDY = "Restore it, or delete it: results/FORMAT.md describes the format."
 
 
@@ -38,7 +54,7 @@ class Cell:
         column: the heading of its column in the paper.
         quantity: the name of a metric, or of a count such as "parameters" in `moa-fairseq complexity --json`;
             None if there is nothing to compare.
-        paper: the printed number; None for a count that the paper does not print.
+        paper: the number in the paper; None for a count that the paper does not print.
         printed: the text of the number in the paper.
         ours: the mean over our runs, or our count; None without either.
         spread: the sample standard deviation of our runs; None for fewer than two.
@@ -82,6 +98,10 @@ class Row:
     runs: list[dict]
     headline: str | None = None
 
+    def cells_of(self, column: str) -> list[Cell]:
+        """The numbers of a column, of which there are several if several metrics are compared."""
+        return [cell for cell in self.cells if cell.column == column]
+
 
 @dataclasses.dataclass
 class PaperTable:
@@ -121,29 +141,6 @@ class Comparison:
     other: list[dict]
 
 
-class CountedModel(NamedTuple):
-    """A model whose parameters and MACs are counted.
-
-    Args:
-        arch: the name of the architecture.
-        vocab_size: the number of symbols.
-        flags: further flags of fairseq-train.
-        setting: further arguments of `complexity`, by name.
-    """
-
-    arch: str
-    vocab_size: int
-    flags: tuple[str, ...]
-    setting: tuple[tuple[str, Any], ...]
-
-
-class Counted(NamedTuple):
-    """A cell whose number is counted, and the model in which it is counted."""
-
-    cell: Cell
-    model: CountedModel
-
-
 def load_comparison(
     results: Path, run_files: Sequence[Path] = (), paper: str | None = None, measured: bool = False
 ) -> Comparison:
@@ -173,11 +170,10 @@ def load_comparison(
         check_choice("--paper", paper, values_of(papers, "paper"))
         papers = [content for content in papers if content["paper"] == paper]
     runs = list(map(_read_run, run_files or sorted((results / "measured").glob("*.json"))))
-    counted: list[Counted] = []
     tables: list[PaperTable] = []
-    for content in papers:
-        tables += _tables(content, runs, counted, only_measured=bool(measured or run_files))
-    _fill_in_counts(counted)
+    line = "counting parameters and MACs, paper {n_fmt} of {total_fmt}"
+    for content in tqdm(papers, bar_format=line, disable=None, leave=False):  # only on a terminal
+        tables += _tables(content, runs, only_measured=bool(measured or run_files))
     if paper is not None:
         return Comparison(tables, [])
     matched: set[int] = set()
@@ -187,10 +183,8 @@ def load_comparison(
     return Comparison(tables, [run for run in runs if id(run) not in matched])
 
 
-def _tables(
-    content: dict, runs: list[dict], counted: list[Counted], only_measured: bool
-) -> list[PaperTable]:
-    """The tables of a paper that have rows; cells that are counted are added to `counted`."""
+def _tables(content: dict, runs: list[dict], only_measured: bool) -> list[PaperTable]:
+    """The tables of a paper that have rows."""
     paper = content["paper"]
     tables = []
     for table in content["tables"]:
@@ -198,7 +192,7 @@ def _tables(
         for row in table["rows"]:
             runs_of_row = [run for run in runs if _stands_for(run, paper, table, row)]
             if runs_of_row or not only_measured:
-                rows.append(_row(table, row, runs_of_row, counted))
+                rows.append(_row(table, row, runs_of_row))
         if rows:
             tables.append(
                 PaperTable(
@@ -215,29 +209,28 @@ def _tables(
     return tables
 
 
-def _row(table: dict, row: dict, runs: list[dict], counted: list[Counted]) -> Row:
-    """A row of a table with its scores; the cells that are counted are also added to `counted`."""
+def _row(table: dict, row: dict, runs: list[dict]) -> Row:
+    """A row of a table with the scores of its runs and the counts of its model."""
     texts = _printed_texts(row)
     cells = []
-    for column, paper in row["values"].items():
-        text = texts.get(column, NOT_PRINTED if paper is None else f"{paper}")
+    for column, number in row["values"].items():
         # The column says where our number comes from; the row may change it
         source = table["columns"].get(column, {}) | row.get("columns", {}).get(column, {})
         if quantity := source.get("quantity"):
-            cell = Cell(column, quantity, paper, text)
-            cells.append(cell)
+            cell = Cell(column, quantity, number, texts[column])
             if row.get("arch"):
-                counted.append(Counted(cell, _model(row, source)))
-            continue
-        prefix = source.get("experiments", "")
-        has_recipe = any(name.startswith(prefix) for name in row["experiments"])
-        scored = [run for run in runs if run["experiment"].startswith(prefix)]
-        # Several metrics may be compared with one printed number
-        for metric in (source.get("metric"), *source.get("also", ())):
-            cell = Cell(column, metric, paper, text)
-            if metric and has_recipe:
-                _fill_in_scores(cell, scored)
+                _fill_in_count(cell, row, source)
             cells.append(cell)
+        else:
+            prefix = source.get("experiments", "")
+            has_recipe = any(name.startswith(prefix) for name in row["experiments"])
+            scored = [run for run in runs if run["experiment"].startswith(prefix)]
+            # Several metrics may be compared with one printed number
+            for metric in (source.get("metric"), *source.get("also", ())):
+                cell = Cell(column, metric, number, texts[column])
+                if metric and has_recipe:
+                    _fill_in_score(cell, scored)
+                cells.append(cell)
     label = row["row"]
     if setting := row.get("setting"):  # the columns K, E and D of the paper
         label += " {K}K{E}E{D}D".format(**setting)
@@ -246,42 +239,41 @@ def _row(table: dict, row: dict, runs: list[dict], counted: list[Counted]) -> Ro
 
 def _printed_texts(row: dict) -> dict[str, str]:
     """Column → text of its number in the paper."""
+    texts = {}
+    for column, number in row["values"].items():
+        texts[column] = NOT_PRINTED if number is None else f"{number}"
+    columns = [column for column, number in row["values"].items() if number is not None]
     fields = [field for field in row.get("printed", "").split(" | ") if field not in ("", "-")]
-    columns = [column for column, paper in row["values"].items() if paper is not None]
     # The printed row may begin with K, E and D, which are not among the columns
-    return dict(zip(reversed(columns), reversed(fields)))
+    return texts | dict(zip(reversed(columns), reversed(fields)))
 
 
-def _model(row: dict, source: dict) -> CountedModel:
-    """The model in which the numbers of a row are counted."""
+def _fill_in_count(cell: Cell, row: dict, source: dict) -> None:
+    """Count the model of a row, and put its numbers into a cell."""
     names = ("src_len", "tgt_len", "embeddings")
-    setting = tuple((name, source[name]) for name in names if name in source)
+    setting = {name: source[name] for name in names if name in source}
     flags = tuple(row.get("model_flags", ()))
-    return CountedModel(row["arch"], source["vocab_size"], flags, setting)
+    counts = _count(row["arch"], source["vocab_size"], model_flags=flags, **setting)
+    quantity = source["quantity"]
+    cell.ours = counts[quantity]
+    cell.status = COMPUTED
+    if cell.paper is not None:
+        cell.difference = counts[quantity] - cell.paper
+    if quantity.startswith("macs"):
+        cell.plain = counts["macs"]
+        cell.attention = counts["attention_macs"]
+        cell.cache = counts["cache_bytes"]
+    elif quantity == "switchhead_layer_macs":
+        cell.plain = counts["switchhead_layer_plain_macs"]
+        cell.cache = counts["cache_bytes"]
 
 
-def _fill_in_counts(counted: list[Counted]) -> None:
-    """Count each model once, and put the numbers into the cells."""
-    line = "counting parameters and MACs, {n_fmt} of {total_fmt}{postfix}"
-    models = dict.fromkeys(model for _, model in counted)
-    with tqdm(models, bar_format=line, disable=None, leave=False) as bar:  # only on a terminal
-        for model in bar:
-            bar.set_postfix_str(model.arch)
-            _count(model)
-    for cell, model in counted:
-        counts = _count(model)
-        quantity = cell.quantity or ""
-        cell.ours = counts[quantity]
-        cell.status = COMPUTED
-        if cell.paper is not None:
-            cell.difference = counts[quantity] - cell.paper
-        if quantity.startswith("macs"):
-            cell.plain = counts["macs"]
-            cell.attention = counts["attention_macs"]
-            cell.cache = counts["cache_bytes"]
-        elif quantity == "switchhead_layer_macs":
-            cell.plain = counts["switchhead_layer_plain_macs"]
-            cell.cache = counts["cache_bytes"]
+@functools.cache
+def _count(*arguments: Any, **settings: Any) -> dict[str, Any]:
+    """The counts of a model, see `as_json`; the arguments are those of `complexity`."""
+    from moa_fairseq.experiments.scoring.complexity import as_json, complexity
+
+    return as_json(complexity(*arguments, **settings))
 
 
 def _read(path: Path, *keys: str) -> dict:
@@ -325,12 +317,13 @@ def _stands_for(run: dict, paper: str, table: dict, row: dict) -> bool:
     return name in row["experiments"]
 
 
-def _fill_in_scores(cell: Cell, runs: list[dict]) -> None:
+def _fill_in_score(cell: Cell, runs: list[dict]) -> None:
     """Put the mean of the runs' scores into a cell; without a score, the status of the last run."""
-    cell.status = (runs[-1].get("status") if runs else None) or "not run"
     scores = [run["metrics"].get(cell.quantity) for run in runs]
     values = [score for score in scores if score is not None]
     if not values:
+        last = runs[-1] if runs else {}
+        cell.status = last.get("status") or "not run"
         return
     cell.ours = statistics.mean(values)
     cell.runs = len(values)
@@ -338,12 +331,3 @@ def _fill_in_scores(cell: Cell, runs: list[dict]) -> None:
     cell.spread = statistics.stdev(values) if len(values) > 1 else None
     if cell.paper is not None:
         cell.difference = cell.ours - cell.paper
-
-
-@functools.cache
-def _count(model: CountedModel) -> dict[str, Any]:
-    """The counts of a model, see `as_json`."""
-    from moa_fairseq.experiments.scoring.complexity import as_json, complexity
-
-    arch, vocab_size, flags, setting = model
-    return as_json(complexity(arch, vocab_size, model_flags=flags, **dict(setting)))

@@ -46,7 +46,7 @@ def load_trained(checkpoint: Path, data: Path | None) -> tuple[nn.Module, Any]:
             f"{'' if os.path.isabs(folder) else ' as seen from this folder'}: name that data, or other data "
             "with the same dictionaries, with --data DATA_BIN. All other settings are in the checkpoint."
         )
-    if folder:
+    if folder:  # this raises the error for other dictionaries
         unverified_text_files(checkpoint, (data or Path(folder)).resolve(), named=data is not None)
     models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], state=state)
     return models[0], task
