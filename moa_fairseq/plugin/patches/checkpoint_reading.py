@@ -16,8 +16,8 @@ import torch
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import refuse_irregular
+from moa_fairseq.plugin.patches.checkpoint_content import check_checkpoint
 from moa_fairseq.plugin.patches.foreign_settings import forget_outputs
-from moa_fairseq.plugin.patches.malformed_checkpoints import check_checkpoint
 from moa_fairseq.plugin.patches.saved_numbers import numpy_stand_ins
 from moa_fairseq.plugin.patches.table import Proxy, made_of, patch
 
@@ -216,6 +216,7 @@ def check_sums(stream: IO[bytes]) -> None:
                 if member.CRC == 0:
                     continue
                 with archive.open(member) as content:
+                    # At the end of a member zipfile compares its checksum.
                     while content.read(_CHUNK):
                         pass
     stream.seek(start)

@@ -16,13 +16,13 @@ import torch
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import DISK_FULL, atomic_write, remove_leftovers
+from moa_fairseq.plugin.patches.checkpoint_content import check_weights
 from moa_fairseq.plugin.patches.checkpoint_reading import (
     check_sums,
     first_sentence,
     load_plain,
     refused_type,
 )
-from moa_fairseq.plugin.patches.malformed_checkpoints import check_weights
 from moa_fairseq.plugin.patches.saved_numbers import plain
 from moa_fairseq.plugin.patches.table import patch
 

@@ -18,11 +18,8 @@ from plugin.patches import malformed
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.plugin.patches.malformed_checkpoints import (
-    _check_place,
-    _check_use,
-    check_checkpoint,
-)
+from moa_fairseq.plugin.patches.checkpoint_content import check_checkpoint
+from moa_fairseq.plugin.patches.malformed_checkpoints import _check_limits, _check_progress
 from moa_fairseq.plugin.patches.user_errors import print_user_errors
 
 ROOM = 3 << 30  # bytes of address space beside what the process has
@@ -186,15 +183,15 @@ def test_a_list_in_several_places_of_the_settings_counts_each_time():
 
 def test_a_task_and_a_model_need_no_longest_sentence():
     model = torch.nn.Linear(1, 1)
-    _check_use(object(), [model])
+    _check_limits(model)
     model.max_positions = lambda: (9, 0)
     with pytest.raises(ValueError, match="longest sentence"):
-        _check_use(object(), [model])
+        _check_limits(model)
 
 
 def test_a_best_loss_may_be_a_tensor_of_one_number():
     """As the times that several processes sum up."""
     for name in ("best", "previous_training_time"):
-        _check_place(3, {"train_iterator": {}, name: torch.tensor([4.0])})
+        _check_progress(3, {"train_iterator": {}, name: torch.tensor([4.0])})
         with pytest.raises(ValueError, match=name):
-            _check_place(3, {"train_iterator": {}, name: "4.0"})
+            _check_progress(3, {"train_iterator": {}, name: "4.0"})
