@@ -10,7 +10,7 @@ from fairseq_cli import train as program
 
 import moa_fairseq
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
-from moa_fairseq.plugin.patches.training import end_at_the_goal, load_patience, save_patience
+from moa_fairseq.plugin.patches.resumption import end_at_the_goal, load_patience, save_patience
 
 EPOCHS = (
     "--max-tokens",

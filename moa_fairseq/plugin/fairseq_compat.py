@@ -11,6 +11,7 @@ try:
     from moa_fairseq.plugin.patches import (
         adaptive_loss,
         batches,
+        best_value,
         checkpoint_reading,
         checkpoint_writing,
         collectives,
@@ -26,6 +27,7 @@ try:
         literals,
         malformed_checkpoints,
         pieces,
+        resumption,
         save_on_sigterm,
         saved_numbers,
         table,
@@ -44,7 +46,8 @@ load_checkpoint = checkpoint_reading.load_checkpoint
 # Of two changes to one function the later one is the outer one.
 _IN_ORDER = (
     *(literals, foreign_settings, checkpoint_reading, checkpoint_writing, collectives),
-    *(cpu_autocast, batches, saved_numbers, lengths, half_precision, training, user_errors),
+    *(cpu_autocast, batches, saved_numbers, lengths, half_precision),
+    *(training, best_value, resumption, user_errors),
     *(adaptive_loss, malformed_checkpoints, save_on_sigterm, generation),
     *(kernel_check, host_tokens, compile_flag, compiled_layers, pieces),
 )

@@ -1,32 +1,18 @@
-"""The trainer and the task: what they are told, what they load, and how they report an error."""
+"""The trainer: what it tells a task and a model, and what it does with its own mistakes."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import inspect
-import logging
-import math
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from fairseq import checkpoint_utils
-from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoder
+from fairseq.models import FairseqEncoder
 
-from moa_fairseq.errors import UserError
 from moa_fairseq.layers.running_statistics import forgetting, running_statistics_of
-from moa_fairseq.plugin.patches.checkpoint_reading import load_checkpoint
 from moa_fairseq.plugin.patches.table import patch
 
-logger = logging.getLogger(__name__)
-
-_MOST_DIFFERENCES = 8  # in a message
 _COMPAT = "plugin/test_fairseq_compat.py::"
-_RESUME = "test_resume.py::"
-_BEST = "plugin/patches/test_best_checkpoint.py::"
 _CONTEXT = (
     "plugin/tasks/test_resumed_context.py::test_a_resumed_context_equals_an_uninterrupted_one"
 )
@@ -140,69 +126,6 @@ def announce_saves(
     return save(cfg, trainer, epoch_itr, *args, **options)
 
 
-@patch("fairseq.checkpoint_utils:save_checkpoint", f"{_BEST}test_nan_is_no_best")
-def nan_is_no_best(
-    save: Callable,
-    cfg: Any,
-    trainer: Any,
-    epoch_itr: Any,
-    val_loss: Any,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    """Save a checkpoint whose validation is NaN, or infinitely good, without that value.
-
-    A validation of NaN becomes fairseq's best value, and then any other value is better: a worse model
-    replaces checkpoint_best.pt.
-    """
-    if val_loss is not None and not _can_be_best(val_loss, cfg):
-        logger.warning(
-            f"the validation's {cfg.best_checkpoint_metric} is {val_loss}: this checkpoint is never the best"
-        )
-        val_loss = None
-    return save(cfg, trainer, epoch_itr, val_loss, *args, **options)
-
-
-@patch(
-    "fairseq.checkpoint_utils:load_checkpoint", f"{_BEST}test_a_best_value_of_nan_is_not_restored"
-)
-def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
-    """Replace a best value of NaN that was loaded by the value in checkpoint_best.pt.
-
-    Older checkpoints have NaN as the best value: now the value comes from checkpoint_best.pt.
-    """
-    result = load(cfg, trainer, **options)
-    save = checkpoint_utils.save_checkpoint
-    if not _can_be_best(getattr(save, "best", 0.0), cfg):
-        path = os.path.join(cfg.save_dir, f"checkpoint_best{trainer.checkpoint_suffix}.pt")
-        state = load_checkpoint(path) if os.path.exists(path) else {}
-        del save.best
-        best = state.get("extra_state", {}).get("val_loss")
-        if best is not None and _can_be_best(best, cfg):
-            save.best = best
-    return result
-
-
-@patch("fairseq_cli.*:should_stop_early", f"{_BEST}test_nan_does_not_end_a_training_early")
-def nan_is_the_worst(should_stop_early: Callable, cfg: Any, valid_loss: Any) -> bool:
-    """Count a validation of NaN as the worst value.
-
-    If the first validation is NaN, no later one is better: --patience ends the training.
-    """
-    if valid_loss is not None and not _can_be_best(valid_loss, cfg.checkpoint):
-        valid_loss = -math.inf if cfg.checkpoint.maximize_best_checkpoint_metric else math.inf
-    return should_stop_early(cfg, valid_loss)
-
-
-def _can_be_best(value: float, cfg: Any) -> bool:
-    """Whether another value could be better than this one: none is better than NaN or the best infinity."""
-    # A caller may have fewer settings than fairseq's commands.
-    maximize = getattr(cfg, "maximize_best_checkpoint_metric", False)
-    if maximize:
-        return value < math.inf
-    return value > -math.inf
-
-
 @patch("fairseq.checkpoint_utils:load_checkpoint", _CONTEXT)
 def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
     """Call `task.after_load(trainer, epoch_itr, extra_state)` after a checkpoint was loaded.
@@ -214,168 +137,3 @@ def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) ->
     if extra_state is not None and after_load is not None:
         after_load(trainer, epoch_itr, extra_state)
     return extra_state, epoch_itr
-
-
-@patch(
-    "fairseq.trainer:Trainer.load_checkpoint",
-    f"{_RESUME}test_another_architecture_is_refused_and_overwrites_nothing",
-)
-def name_other_settings(
-    load: Callable, trainer: Any, filename: str, *args: Any, **options: Any
-) -> Any:
-    """Name the settings that differ if a checkpoint holds a model of another architecture.
-
-    fairseq reports that the architectures do not match, but not in which setting.
-
-    Raises:
-        UserError: names the settings that differ; if none differs, it quotes torch.
-    """
-    try:
-        return load(trainer, filename, *args, **options)
-    # fairseq raises an Exception without a type of its own; the text tells it from others.
-    except Exception as error:
-        if "ensure that the architectures match" not in str(error):
-            raise
-        differences = _differences(load_checkpoint(filename), trainer.cfg.model)
-        torchs_reason = " ".join(str(error.__context__).split())
-        remedy = "choose another --save-dir"
-        if trainer.cfg.checkpoint.finetune_from_model == filename:
-            remedy = "leave --finetune-from-model out"
-        raise UserError(
-            f"{filename} holds a different model from this command's, and cannot be loaded: "
-            f"{'; '.join(differences[:_MOST_DIFFERENCES]) or torchs_reason[:500]}. Give the flags of the "
-            f"training that saved it; or, to train another model, {remedy}."
-        ) from error
-
-
-def _program() -> dict[str, Any]:
-    """The global names of fairseq-train, run as a program or as a module; {} in another program."""
-    for name in ("__main__", "fairseq_cli.train"):
-        function = getattr(sys.modules.get(name), "should_stop_early", None)
-        if function:
-            return inspect.unwrap(function).__globals__
-    return {}
-
-
-@patch(
-    "fairseq_cli.train:train", f"{_RESUME}test_a_training_at_its_goal_makes_no_further_update", None
-)
-def end_at_the_goal() -> None:
-    """Make no update if a training is resumed at its last update.
-
-    A training that resumes at its last update (--max-update) makes one more update before it ends.
-    """
-    program = _program()
-    if "train" not in program:
-        return
-
-    def train(cfg: Any, trainer: Any, *args: Any, **options: Any) -> Any:
-        if trainer.get_num_updates() >= (cfg.optimization.max_update or math.inf):
-            return [None], True
-        return original(cfg, trainer, *args, **options)
-
-    original = program["train"]
-    program["train"] = train
-
-
-_PATIENCE = f"{_RESUME}test_patience_goes_on_where_it_was"
-
-
-@patch("fairseq.trainer:Trainer.save_checkpoint", _PATIENCE)
-def save_patience(save: Callable, trainer: Any, filename: str, extra_state: dict[str, Any]) -> Any:
-    """Save the count of --patience with the checkpoint.
-
-    --patience starts from zero after each restart, so that an interrupted training takes longer: the count is
-    saved with the checkpoint.
-    """
-    count = vars(_program().get("should_stop_early", save))
-    if "num_runs" in count:
-        extra_state["patience"] = {"best": float(count["best"]), "num_runs": count["num_runs"]}
-    return save(trainer, filename, extra_state)
-
-
-@patch("fairseq.checkpoint_utils:load_checkpoint", _PATIENCE)
-def load_patience(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
-    """Restore the count of --patience from the checkpoint.
-
-    The saved count of --patience is restored, unless the training starts over or fairseq also resets its best
-    value.
-    """
-    extra_state, epoch_itr = load(cfg, trainer, **options)
-    program = _program()
-    count = (extra_state or {}).get("patience")
-    forgets = cfg.reset_meters or cfg.reset_optimizer
-    if program and isinstance(count, dict) and trainer.get_num_updates() and not forgets:
-        program["should_stop_early"].best = count["best"]
-        program["should_stop_early"].num_runs = count["num_runs"]
-    return extra_state, epoch_itr
-
-
-def _differences(state: dict[str, Any], model: Any) -> list[str]:
-    """The model's own flags whose values in the checkpoint differ from this command's, as phrases."""
-    saved = (state.get("cfg") or {}).get("model") or state.get("args") or {}
-    before = _by_name(saved)
-    now = _by_name(model)
-    parser = argparse.ArgumentParser()
-    ARCH_MODEL_REGISTRY[now.get("arch") or now["_name"]].add_args(parser)
-    names = ["arch", *(action.dest for action in parser._actions if "drop" not in action.dest)]
-    differences = []
-    for name in dict.fromkeys(names):
-        if name in before and name in now and str(before[name]) != str(now[name]):
-            flag = f"--{name.replace('_', '-')}"
-            differences.append(f"{flag} was {before[name]} and is {now[name]}")
-    return differences
-
-
-def _by_name(settings: Any) -> dict[str, Any]:
-    return dict(settings.items()) if hasattr(settings, "items") else vars(settings)
-
-
-@patch(
-    "fairseq.trainer:Trainer.load_checkpoint",
-    f"{_RESUME}test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so",
-)
-def name_other_optimizers(
-    load: Callable, trainer: Any, filename: str, *args: Any, **options: Any
-) -> Any:
-    """Refuse a checkpoint whose optimizer had other parameters.
-
-    A checkpoint whose optimizer had other parameters ends in torch's ValueError, or is loaded wrongly if the
-    sizes happen to fit.
-
-    Raises:
-        UserError: if the optimizer in the checkpoint had other parameters.
-    """
-    try:
-        result = load(trainer, filename, *args, **options)
-        fits = trainer._optimizer is None or _state_fits(trainer._optimizer.optimizer)
-    except ValueError as error:  # torch's error is recognised by its text
-        if "parameter group" not in str(error):
-            raise
-        fits = False
-    if fits:
-        return result
-    raise UserError(
-        f"{filename} holds an optimizer for other parameters than this run updates: resume "
-        f"with the flags of its first run{getattr(trainer.task, 'optimizer_remedy', '')}, or keep only the "
-        "model with --reset-optimizer --reset-lr-scheduler."
-    )
-
-
-def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's state is one of its parameters, in shapes and kinds: torch does not check."""
-    moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            shape = value.shape if torch.is_tensor(value) else None
-            is_moment = name in moments and value is not None
-            if isinstance(value, str) or (is_moment and shape != parameter.shape):
-                return False
-            # flattened parameters (--fp16) have whatever length the model's have together
-            sizes = (1, parameter.numel())
-            if shape is not None and parameter.dim() == 1 and shape.numel() not in sizes:
-                return False
-    numbers = ("lr", "betas", "eps", "weight_decay", "momentum")
-    return not any(
-        isinstance(group.get(name), str) for group in optimizer.param_groups for name in numbers
-    )

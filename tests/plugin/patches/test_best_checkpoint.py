@@ -11,17 +11,18 @@ from fairseq.dataclass.configs import CheckpointConfig
 from fairseq_cli import train
 
 from moa_fairseq.plugin.fairseq_compat import PATCHES, load_checkpoint
+from moa_fairseq.plugin.patches.best_value import nan_is_the_worst
 from moa_fairseq.plugin.patches.table import wrapped_by
-from moa_fairseq.plugin.patches.training import nan_is_the_worst
 
 NAN = math.nan
 INF = math.inf
 
 
 def forget_best():
-    """fairseq keeps the best value at its functions."""
+    """fairseq keeps the best value and the count of --patience at its functions."""
     for function in (checkpoint_utils.save_checkpoint, train.should_stop_early):
-        vars(function).pop("best", None)
+        for name in ("best", "num_runs"):
+            vars(function).pop(name, None)
 
 
 @pytest.fixture(autouse=True)
