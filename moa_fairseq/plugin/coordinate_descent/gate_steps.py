@@ -33,21 +33,22 @@ class GStep:
     def __init__(self, trainer: Any, lr: float, clip_norm: float):
         self.trainer = trainer
         self.sgd = GateSGD(lr, clip_norm)
-        self._done: list[dict[str, Any]] | None = None
+        self._last_samples: list[dict[str, Any]] | None = None
 
     def __call__(self, samples: list[dict[str, Any]]) -> None:
         """Update the gates once with the micro-batches of all workers.
 
         Args:
             samples: this worker's micro-batches of one update, as fairseq's trainer gets them. If the same
-                list comes again, as with --amp after an overflow, no further step is taken.
+                list comes again, because with --amp fairseq repeats the F step after an overflow, no
+                further step is taken.
 
         Raises:
             UserError: if the gates have diverged.
         """
-        if samples is self._done:  # with --amp fairseq repeats the F step after an overflow
+        if samples is self._last_samples:
             return
-        self._done = samples
+        self._last_samples = samples
         model = self.trainer.get_model()
         parameters = gate_parameters(model)
         scale = loss_scale(self.trainer.optimizer)
@@ -94,11 +95,9 @@ class JointStep:
     """Takes one plain SGD step on the gates per update, along the gradient of the update's own backward.
 
     For fairseq the gates are frozen: its optimizer, gradient all-reduce, clipping and schedule never see
-    them. The gates require gradients only inside `passing`, which surrounds the forward and backward pass of
-    a micro-batch; the pass adds its gradients to their `.grad`, scaled as fairseq scales the loss. After
-    fairseq's own step `stepping` adds up the gradients of all workers, divides them by the update's sample
-    size, and updates the gates, without a second pass. If fairseq skips an update for an overflow, the gates
-    skip it, too. Nothing is kept between updates.
+    them. Each micro-batch adds to the gradients of the gates (`in_backward`), scaled as fairseq scales the
+    loss; `around_step` adds up those of all workers and updates the gates by their mean, without a second
+    pass. If fairseq skips an update for an overflow, the gates skip it, too. Nothing is kept between updates.
 
     Args:
         model: a model with gates.
@@ -110,18 +109,18 @@ class JointStep:
         self.sgd = GateSGD(lr, clip_norm)
         self.sample_size = 0.0
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Drop what an incomplete update has left."""
         self.sample_size = 0.0
         for parameter in self.parameters:
             parameter.grad = None
 
-    def passing(self) -> contextlib.AbstractContextManager:
-        """A context in which the gates take part in a backward pass."""
+    def in_backward(self) -> contextlib.AbstractContextManager:
+        """A context for the forward and backward pass of a micro-batch, in which the gates get gradients."""
         return requiring_gradients(self.parameters)
 
     @contextlib.contextmanager
-    def stepping(self, optimizer: Any) -> Iterator[None]:
+    def around_step(self, optimizer: Any) -> Iterator[None]:
         """A context for the step of fairseq's optimizer, after which the gates take theirs.
 
         All workers must enter it together.
@@ -140,15 +139,14 @@ class JointStep:
         gradients.accumulate(
             [parameter.grad for parameter in self.parameters], self.sample_size, scale
         )
-        self.begin()
+        self.reset()
         self.sgd.step(gradients, gradients.all_reduce(), scales_loss(optimizer))
 
 
 def scales_loss(optimizer: Any) -> bool:
     """Whether fairseq multiplies the loss before backward, and skips updates that overflow."""
     if isinstance(optimizer, AMPOptimizer):
-        # The scaler is off on a CPU.
-        return bool(getattr(optimizer.scaler, "is_enabled", lambda: True)())
+        return bool(optimizer.scaler.is_enabled())  # off on a CPU
     return getattr(optimizer, "scaler", None) is not None
 
 

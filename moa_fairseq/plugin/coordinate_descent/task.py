@@ -16,7 +16,7 @@ steps: its G steps are ordinary updates by fairseq's optimizer.
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +38,13 @@ from moa_fairseq.plugin.forward_context import forward_context
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # fairseq makes enums of a flag's choices, and its classes have no types
-    from fairseq.tasks import FairseqTask as Extended
+    from fairseq.tasks import FairseqTask
 
     Steps = str
     GateOptimizer = str
     Method = str
 else:
-    Extended = object
+    FairseqTask = object
     Steps = ChoiceEnum(["alternate", "none"])
     GateOptimizer = ChoiceEnum(["sgd", "fairseq"])
     Method = ChoiceEnum(METHODS)
@@ -80,7 +80,7 @@ class BlockCoordinateDescentConfig:
     )
 
 
-class BlockCoordinateDescent(Extended):
+class BlockCoordinateDescent(FairseqTask):
     """G steps and F steps. The class precedes the fairseq task that it extends.
 
     It trains every `mae_*` architecture. Models with uniform gates (UNI-MAE) have no G steps.
@@ -93,18 +93,18 @@ class BlockCoordinateDescent(Extended):
     @property
     def alternates(self) -> bool:
         """Whether gates and experts are updated in turn."""
-        return str(self.cfg_of_bcd.bcd) == "alternate" and self.finetune != "ftg"
+        return str(self.settings.bcd) == "alternate" and self.finetune != "ftg"
 
     @property
     def steps_jointly(self) -> bool:
         """Whether the gates take a step of plain SGD together with fairseq's update."""
-        optimizer_name = str(getattr(self.cfg_of_bcd, "gate_optimizer", None) or "sgd")
-        return optimizer_name == "sgd" and not self.alternates and self.finetune != "ftg"
+        gate_optimizer = str(getattr(self.settings, "gate_optimizer", None) or "sgd")
+        return gate_optimizer == "sgd" and not self.alternates and self.finetune != "ftg"
 
     @property
     def optimizer_remedy(self) -> str:
-        """For an error message: the flag with which to resume if the optimizer had other parameters."""
-        if str(self.cfg_of_bcd.bcd) != "none":
+        """The flag to resume with, for the message about an optimizer that had other parameters."""
+        if str(self.settings.bcd) != "none":
             return ""
         if self.steps_jointly:
             return " (--gate-optimizer fairseq if its optimizer had the gates, as before the flag existed)"
@@ -113,14 +113,13 @@ class BlockCoordinateDescent(Extended):
     @property
     def finetune(self) -> str:
         """One of METHODS; older checkpoints have no such setting."""
-        return str(getattr(self.cfg_of_bcd, "finetune", None) or "all")
+        return str(getattr(self.settings, "finetune", None) or "all")
 
     @property
-    def cfg_of_bcd(self) -> Any:
+    def settings(self) -> Any:
         """The task's configuration, which fairseq's older tasks call `args`."""
-        if getattr(self, "cfg", None) is not None:
-            return self.cfg
-        return self.args
+        cfg = getattr(self, "cfg", None)
+        return self.args if cfg is None else cfg
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> nn.Module:
         """Build the model and freeze its gates, so that fairseq's optimizer does not get them.
@@ -128,17 +127,16 @@ class BlockCoordinateDescent(Extended):
         Raises:
             UserError: if the model has no mixtures of attentive experts, or flags are impossible.
         """
-        settings = self.cfg_of_bcd
-        if settings.bcd_g_every < 1:
+        if self.settings.bcd_g_every < 1:
             raise UserError(
-                f"--bcd-g-every {settings.bcd_g_every} must be at least 1: it is an interval in epochs."
+                f"--bcd-g-every {self.settings.bcd_g_every} must be at least 1: it is an interval in epochs."
             )
-        for flag_name, value in (
-            ("--gate-lr", settings.gate_lr),
-            ("--gate-clip-norm", settings.gate_clip_norm),
-        ):
+        for name in ("gate_lr", "gate_clip_norm"):
+            value = getattr(self.settings, name)
             if not 0 <= value < math.inf:
-                raise UserError(f"{flag_name} is {value}: give a finite number, 0 or more.")
+                raise UserError(
+                    f"--{name.replace('_', '-')} is {value}: give a finite number, 0 or more."
+                )
         model = super().build_model(cfg, from_checkpoint)
         if not any(isinstance(module, MixtureOfAttentiveExperts) for module in model.modules()):
             raise UserError(
@@ -153,27 +151,29 @@ class BlockCoordinateDescent(Extended):
 
     def takes_g_steps(self, epoch: int) -> bool:
         """Whether a G step precedes every F step of an epoch (Algorithm 3; epochs count from 1)."""
-        return self.alternates and epoch % self.cfg_of_bcd.bcd_g_every == 0
+        return self.alternates and epoch % self.settings.bcd_g_every == 0
 
     def begin_epoch(self, epoch: int, model: nn.Module) -> None:
         """fairseq's hook, which here also logs the kinds of steps of the epoch."""
         super().begin_epoch(epoch, model)
         if not self._epoch:
-            total = sum(map(torch.numel, model.parameters()))
-            updated = sum(map(torch.numel, updated_by(model, self.finetune)))
+            total = _count(model.parameters())
+            updated = _count(updated_by(model, self.finetune))
             logger.info(f"{updated:,} of {total:,} parameters are updated")
         self._epoch = epoch
-        parameters = sum(map(torch.numel, gate_parameters(model)))
+        in_gates = _count(gate_parameters(model))
+        steps = self._steps_of(epoch, bool(in_gates))
+        logger.info(f"epoch {epoch}: {steps}; {in_gates:,} parameters in gates")
+
+    def _steps_of(self, epoch: int, has_gates: bool) -> str:
         if self.finetune == "ftg":
-            steps = "G steps by fairseq's optimizer (FTG)"
-        elif not self.alternates:
+            return "G steps by fairseq's optimizer (FTG)"
+        if not self.alternates:
             by = "plain SGD" if self.steps_jointly else "fairseq's optimizer"
-            steps = f"joint updates of gates and experts (NOBCD), gates by {by}"
-        elif not parameters:
-            steps = "F steps (uniform gates)"
-        else:
-            steps = "G and F steps" if self.takes_g_steps(epoch) else "F steps"
-        logger.info(f"epoch {epoch}: {steps}; {parameters:,} parameters in gates")
+            return f"joint updates of gates and experts (NOBCD), gates by {by}"
+        if not has_gates:
+            return "F steps (uniform gates)"
+        return "G and F steps" if self.takes_g_steps(epoch) else "F steps"
 
     def before_update(self, trainer: Any, samples: list[dict[str, Any]]) -> None:
         """The plugin's hook before an update: in epochs with G steps the gates take theirs here.
@@ -185,28 +185,28 @@ class BlockCoordinateDescent(Extended):
         Raises:
             UserError: if the gates have diverged.
         """
-        gates = gates_of(trainer.get_model())
-        if self.steps_jointly and gates:
-            if self._joint_step is None:
-                settings = self.cfg_of_bcd
-                self._joint_step = JointStep(
-                    trainer.get_model(), settings.gate_lr, settings.gate_clip_norm
-                )
-            self._joint_step.begin()
-        if not self.alternates or not gates:
+        model = trainer.get_model()
+        if not gates_of(model):
             return
-        if self._g_step is None:
-            warning = too_short_for_a_g_epoch(trainer, self.cfg_of_bcd.bcd_g_every)
-            if warning:
-                logger.warning(warning)
-            self._g_step = GStep(trainer, self.cfg_of_bcd.gate_lr, self.cfg_of_bcd.gate_clip_norm)
+        sgd = (self.settings.gate_lr, self.settings.gate_clip_norm)
+        if self.steps_jointly:
+            self._joint_step = self._joint_step or JointStep(model, *sgd)
+            self._joint_step.reset()
+        elif self.alternates:
+            if self._g_step is None:
+                self._g_step = GStep(trainer, *sgd)
+                warn_of_no_g_step(trainer, self.settings.bcd_g_every)
+            self._alternate(self._g_step, samples)
+
+    def _alternate(self, g_step: GStep, samples: list[dict[str, Any]]) -> None:
+        """Take a G step in an epoch with G steps, and log which steps this update takes."""
         takes_g = self.takes_g_steps(self._epoch)
         with metrics.aggregate("train"):
             metrics.log_scalar("g_step", int(takes_g), round=3)
             metrics.log_derived("bcd_step", lambda meters: "GF" if meters["g_step"].val else "F")
             if takes_g:
                 metrics.log_start_time("train_wall", priority=800, round=0)
-                self._g_step(samples)
+                g_step(samples)
                 metrics.log_stop_time("train_wall")
 
     def train_step(
@@ -223,10 +223,10 @@ class BlockCoordinateDescent(Extended):
         arguments = (model, GateEntropyLog(criterion), optimizer, update_num, ignore_grad)
         with contextlib.ExitStack() as stack:
             if self.alternates:
-                draw = ExpertDraw(sample["id"], self.cfg_of_bcd.seed, update_num)
+                draw = ExpertDraw(sample["id"], self.settings.seed, update_num)
                 stack.enter_context(forward_context(draw=draw))
             if self._joint_step is not None:
-                stack.enter_context(self._joint_step.passing())
+                stack.enter_context(self._joint_step.in_backward())
             loss, sample_size, logging_output = super().train_step(sample, *arguments, **kwargs)
         if self._joint_step is not None and not ignore_grad:
             self._joint_step.sample_size += float(sample_size)
@@ -239,7 +239,7 @@ class BlockCoordinateDescent(Extended):
             UserError: if the gates have diverged in joint training.
         """
         step = self._joint_step
-        with contextlib.nullcontext() if step is None else step.stepping(optimizer):
+        with contextlib.nullcontext() if step is None else step.around_step(optimizer):
             super().optimizer_step(optimizer, model=model, update_num=update_num)
 
     def valid_step(
@@ -254,8 +254,8 @@ class BlockCoordinateDescent(Extended):
         GateEntropyLog.reduce_metrics(logging_outputs)
 
 
-def too_short_for_a_g_epoch(trainer: Any, every: int) -> str | None:
-    """A warning if --max-epoch or --max-update ends the run before epoch `every`; None otherwise.
+def warn_of_no_g_step(trainer: Any, every: int) -> None:
+    """Log a warning if --max-epoch or --max-update ends the run before epoch `every`.
 
     Args:
         trainer: fairseq's trainer; if its task keeps no iterator of the training, --max-update is ignored.
@@ -270,11 +270,14 @@ def too_short_for_a_g_epoch(trainer: Any, every: int) -> str | None:
     if limits.max_update and iterator is not None:
         updates = math.ceil(len(iterator) / limits.update_freq[-1])
         ends.append((math.ceil(limits.max_update / updates), f"--max-update {limits.max_update}"))
-    last, flag = min(ends, default=(every, ""))
-    if last >= every:
-        return None
-    return (
-        f"this run takes no G step: {flag} ends in epoch {last}, and --bcd-g-every {every} takes the first "
-        f"ones in epoch {every}. Its gates stay as they were initialised, and experts are drawn almost "
-        f"uniformly: train longer, or lower --bcd-g-every."
-    )
+    last_epoch, limit = min(ends, default=(every, ""))
+    if last_epoch < every:
+        logger.warning(
+            f"this run takes no G step: {limit} ends in epoch {last_epoch}, and --bcd-g-every {every} takes "
+            f"the first ones in epoch {every}. Its gates stay as they were initialised, and experts are "
+            "drawn almost uniformly: train longer, or lower --bcd-g-every."
+        )
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(map(torch.numel, parameters))
