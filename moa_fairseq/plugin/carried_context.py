@@ -24,32 +24,45 @@ class ChunkContext(NamedTuple):
     chunk: int
     inputs: list[Tensor]
 
-    def sizes(self) -> tuple[int, list[tuple[int, ...]]]:
-        """The chunk and the shapes of the inputs, which other processes need to receive them."""
-        return self.chunk, [tuple(x.shape) for x in self.inputs]
+    def header(self) -> "_Header":
+        """What another process needs to know in order to receive the inputs."""
+        return _Header(self.chunk, [tuple(x.shape) for x in self.inputs])
+
+
+class _Header(NamedTuple):
+    """The number of the last chunk, and the shape [M, B, C] of each layer's inputs."""
+
+    chunk: int
+    shapes: list[tuple[int, ...]]
+
+    def without_batch(self) -> tuple[int, list[tuple[int, int]]]:
+        """The chunk, and M and C of each layer, in which contexts that are joined agree."""
+        return self.chunk, [(length, width) for length, _, width in self.shapes]
 
 
 class _Reading(NamedTuple):
-    """One pass.
+    """What one pass reads and keeps.
 
     Args:
-        before: the inputs of each layer in earlier chunks; None if the pass begins without a context.
-        now: the inputs of the layers that have run in this pass, with those of earlier chunks before them.
+        earlier: the inputs of each layer in earlier chunks; None if the pass begins without a context.
+        kept: for each layer that has run in this pass, the inputs that the next pass will read.
     """
 
-    before: list[Tensor] | None
-    now: list[Tensor]
+    earlier: list[Tensor] | None
+    kept: list[Tensor]
 
 
 class CarriedContext:
     """Passes to each layer the inputs that it had in the last `chunks` chunks, without their gradients.
 
     As in Transformer-XL (Dai et al., arXiv 1901.02860, §3.2): h̃ = [SG(h_τ) ∘ h_{τ+1}] makes keys and values.
+
     Training and evaluation have separate contexts, so a validation in the middle of an epoch disturbs
-    nothing. Parts of the texts that take turns, as the micro-batches of an update do, have separate contexts
-    too, and so may texts that several threads read: each part is read in order. A context is not part of the
-    model's state. The task saves the contexts of the training (`of_training`) with a checkpoint, because they
-    cannot be computed again: earlier updates had other weights and other dropout.
+    nothing. So do the parts of the texts, which take turns, as the micro-batches of an update do, or are
+    read by several threads; each part is read in order.
+
+    A context is not part of the model's state. The task saves the contexts of the training (`of_training`)
+    with a checkpoint, because they cannot be computed again: earlier updates had other weights and dropout.
 
     Args:
         layers: a decoder's layers, in order; their `forward` takes the argument `context`, [M, B, C] or None.
@@ -78,17 +91,17 @@ class CarriedContext:
             part: the number of the part, among the parts that take turns.
         """
         context = self._contexts.pop((training, part), None)
-        before = None
+        earlier = None
         if (
             context is not None
             and chunk == context.chunk + 1
             and batch <= context.inputs[0].size(1)
         ):
-            before = [inputs[:, :batch] for inputs in context.inputs]
-        reading = _Reading(before, [])
-        with forward_context(chunk=reading):
+            earlier = [inputs[:, :batch] for inputs in context.inputs]
+        reading = _Reading(earlier, [])
+        with forward_context(reading=reading):
             yield
-        self._contexts[training, part] = ChunkContext(chunk, reading.now)
+        self._contexts[training, part] = ChunkContext(chunk, reading.kept)
 
     def of_training(self, part: int) -> ChunkContext | None:
         """The context that the next chunk of a part will see in training, if it continues the same texts."""
@@ -104,14 +117,15 @@ class CarriedContext:
         self._contexts[True, part] = context
 
     def _enter(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        reading = current_context().chunk
-        if reading is None or len(reading.now) != index:
+        """A hook that runs before a layer: give it its context, and keep its inputs for the next chunk."""
+        reading = current_context().reading
+        if reading is None or len(reading.kept) != index:  # kept by an earlier run of this layer
             return None
         x = args[0]
-        before = None if reading.before is None else reading.before[index]
-        read = x.detach() if before is None else torch.cat([before, x.detach()])
-        reading.now.append(read[-self.chunks * x.size(0) :])
-        return args, kwargs | {"context": before}
+        context = None if reading.earlier is None else reading.earlier[index]
+        seen = x.detach() if context is None else torch.cat([context, x.detach()])
+        reading.kept.append(seen[-self.chunks * x.size(0) :])
+        return args, kwargs | {"context": context}
 
 
 def gather_contexts(contexts: Sequence[ChunkContext | None]) -> ChunkContext | None:
@@ -128,40 +142,35 @@ def gather_contexts(contexts: Sequence[ChunkContext | None]) -> ChunkContext | N
         has no context.
     """
     group = distributed.get_data_parallel_group()
-    local_sizes: Any = [None if context is None else context.sizes() for context in contexts]
-    rank = 0
-    sizes = [local_sizes]
-    if distributed.get_world_size(group) > 1:
-        rank = distributed.get_rank(group)
-        sizes = sizes * distributed.get_world_size(group)
-        dist.all_gather_object(sizes, local_sizes, group=group)
-    first = sizes[0][0]
+    world_size = distributed.get_world_size(group)
+    rank = distributed.get_rank(group) if world_size > 1 else 0
+    local_headers: Any = [None if context is None else context.header() for context in contexts]
+    headers = [local_headers] * world_size
+    if world_size > 1:
+        dist.all_gather_object(headers, local_headers, group=group)
+    first = headers[0][0]
     if first is None:
         return None
 
-    def fits(size: Any) -> bool:
-        """Whether a part has the same chunk, and layers of the same M and C, as the first one."""
-        return size is not None and size[0] == first[0] and [s[::2] for s in size[1]] == shapes
+    def joins(header: Any) -> bool:
+        """Whether a part's context can be joined to the context of the first part."""
+        return header is not None and header.without_batch() == first.without_batch()
 
-    shapes = [shape[::2] for shape in first[1]]
+    # From here on one layer at a time, so that no GPU must hold the inputs of all layers.
+    layers = range(len(first.shapes))
+    local = [x for x in contexts if x is not None and joins(x.header())]
+    if rank > 0:
+        for layer in layers:
+            for context in local:
+                dist.send(context.inputs[layer].contiguous(), 0, group=group)
+        return None
     inputs = []
-    for layer in range(len(shapes)):  # so that no GPU must hold the inputs of all layers
-        parts = []
-        for context in contexts:
-            if context is not None and fits(context.sizes()):
-                parts.append(context.inputs[layer])
-        if rank:
-            for part in parts:
-                dist.send(part.contiguous(), 0, group=group)
-            continue
-        like = parts[0]
-        parts = [part.cpu() for part in parts]
-        for sender in range(1, len(sizes)):
-            for size in filter(fits, sizes[sender]):
-                part = like.new_empty(size[1][layer])
+    for layer in layers:
+        parts = [context.inputs[layer].cpu() for context in local]
+        for sender in range(1, world_size):
+            for header in filter(joins, headers[sender]):
+                part = local[0].inputs[layer].new_empty(header.shapes[layer])
                 dist.recv(part, sender, group=group)
                 parts.append(part.cpu())
         inputs.append(torch.cat(parts, 1))
-    if rank:
-        return None
-    return ChunkContext(first[0], inputs)
+    return ChunkContext(first.chunk, inputs)

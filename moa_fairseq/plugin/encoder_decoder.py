@@ -22,9 +22,10 @@ from moa_fairseq.plugin.transformer_layers import (
 )
 
 logger = logging.getLogger(__name__)
-_DRAWN_BY_DEPTH = 4  # a decoder's `version` with --initialization depth-scaled; fairseq's own is 3
-# A key of an encoder's output. Its value is a list of one tensor, with a row for each hypothesis of a
-# sentence.
+# A decoder's `version` with --initialization depth-scaled; fairseq's own is 3.
+_DEPTH_SCALED_VERSION = 4
+# A key of an encoder's output: the size of the beam that shares each row, as the tensor [beam, 0], because
+# fairseq keeps nothing but tensors there.
 _BEAM = "beam"
 
 
@@ -54,11 +55,8 @@ class MixtureEncoder(TransformerEncoderBase):
         with forward_context(token_ids=src_tokens):
             for layer in self.layers:
                 layer_output = layer(x, encoder_padding_mask=padding if is_padded else None)
-                if isinstance(layer_output, tuple):
-                    x, fc_result = layer_output
-                else:
-                    x = layer_output
-                    fc_result = None
+                is_pair = isinstance(layer_output, tuple)
+                x, fc_result = layer_output if is_pair else (layer_output, None)
                 if return_all_hiddens:
                     states.append(x)
                     fc_results.append(fc_result)
@@ -86,31 +84,26 @@ class MixtureEncoder(TransformerEncoderBase):
         """Reorder the output, and note the size of a beam in it when the order repeats every sentence.
 
         fairseq's generator does not tell the model the size of the beam; only this order shows it. Later
-        orders exchange the hypotheses of a sentence, which all read the same rows. On a CPU, where a look at
+        orders exchange the hypotheses of a sentence, which all read the same rows: on a CPU, where a look at
         the order costs no wait, nothing is copied then.
         """
-        rows = encoder_out["encoder_out"][0].size(1)
-        has_beam = _BEAM in encoder_out
-        beam = encoder_out[_BEAM][0].size(0) if has_beam else new_order.numel() // max(rows, 1)
-        if beam < 2 or (has_beam and new_order.is_cuda):
-            return super().reorder_encoder_out(encoder_out, new_order)
-        numbers = torch.arange(new_order.numel(), device=new_order.device)
-        if not has_beam:
+        rows = torch.arange(encoder_out["encoder_out"][0].size(1), device=new_order.device)
+        if _BEAM not in encoder_out:
             result = super().reorder_encoder_out(encoder_out, new_order)
-            is_beam = torch.equal(new_order, numbers // beam) and new_order.numel() == rows * beam
-            if is_beam:
-                return result | {_BEAM: [new_order.new_empty(beam, 0)]}
+            beam = new_order.numel() // max(rows.numel(), 1)
+            if beam > 1 and torch.equal(new_order, rows.repeat_interleave(beam)):
+                result[_BEAM] = [new_order.new_empty(beam, 0)]
             return result
-        sentence = new_order // beam
-        if new_order.numel() == rows and torch.equal(sentence, numbers // beam):
+        if new_order.is_cuda:
+            return super().reorder_encoder_out(encoder_out, new_order)
+        beam = encoder_out[_BEAM][0].size(0)
+        sentences = new_order // beam
+        if torch.equal(sentences, rows // beam):
             return encoder_out
         result = super().reorder_encoder_out(encoder_out, new_order)
         # When a sentence is finished, all of its hypotheses leave the batch together.
-        together = new_order.numel() % beam == 0 and torch.equal(
-            sentence, sentence[numbers // beam * beam]
-        )
-        if together:
-            return result | {_BEAM: encoder_out[_BEAM]}
+        if torch.equal(sentences, sentences[::beam].repeat_interleave(beam)):
+            result[_BEAM] = encoder_out[_BEAM]
         return result
 
 
@@ -122,7 +115,10 @@ class MixtureDecoder(TransformerDecoderBase):
 
     @property
     def cross_self_attention(self) -> bool:
-        """--cross-self-attention; also True in a pass in which fairseq is to make a padding mask."""
+        """--cross-self-attention, or True in a pass with `makes_mask`.
+
+        fairseq's decoder makes a padding mask if this is True, and otherwise asks the device for padding.
+        """
         return self._cross_self_attention or current_context().makes_mask
 
     @cross_self_attention.setter
@@ -134,16 +130,16 @@ class MixtureDecoder(TransformerDecoderBase):
         use_rms_norms(self, cfg)
         dropout = getattr(cfg, "output_dropout", None) or 0.0
         self.output_dropout_module = FairseqDropout(dropout, module_name=type(self).__name__)
-        self._draws_by_depth = getattr(cfg, "initialization", None) == "depth-scaled"
-        if self._draws_by_depth:
-            self.version.fill_(_DRAWN_BY_DEPTH)
+        self._is_depth_scaled = getattr(cfg, "initialization", None) == "depth-scaled"
+        if self._is_depth_scaled:
+            self.version.fill_(_DEPTH_SCALED_VERSION)
 
     def upgrade_state_dict_named(
         self, state_dict: dict[str, Tensor], name: str
     ) -> dict[str, Tensor]:
         """fairseq's hook; weights from before architectures set --no-scale-embedding keep their old scale."""
         version = state_dict.get(f"{name}.version")
-        if self._draws_by_depth and version is not None and version.item() < _DRAWN_BY_DEPTH:
+        if self._is_depth_scaled and version is not None and version.item() < _DEPTH_SCALED_VERSION:
             self.embed_scale = math.sqrt(self.embed_dim)
             logger.warning(
                 "The model of these weights scaled its embeddings %.1f times more than this architecture "
@@ -207,19 +203,19 @@ class MixtureDecoder(TransformerDecoderBase):
         prev_output_tokens: Tensor,
         encoder_out: dict[str, list[Tensor]] | None = None,
         incremental_state: dict[str, Any] | None = None,
-        *args,
-        **kwargs,
+        *args: Any,
+        **kwargs: Any,
     ):
         beam = encoder_out[_BEAM][0].size(0) if encoder_out and _BEAM in encoder_out else 1
         changes: dict[str, Any] = {"beam_size": beam, "token_ids": prev_output_tokens}
-        is_full_pass = incremental_state is None
-        if is_full_pass and prev_output_tokens.is_cuda:  # on a CPU nothing reads `right_padded`
-            changes["right_padded"] = host_tokens.is_right_padded(
-                prev_output_tokens, self.padding_idx
-            )
-        if is_full_pass and host_tokens.on_host(prev_output_tokens) is not None:
-            changes["unpadded"] = not host_tokens.is_padded(prev_output_tokens, self.padding_idx)
-            changes["makes_mask"] = True  # then fairseq does not ask the device for padding
+        if incremental_state is None:
+            if prev_output_tokens.is_cuda:  # on a CPU nothing reads `right_padded`
+                changes["right_padded"] = host_tokens.is_right_padded(
+                    prev_output_tokens, self.padding_idx
+                )
+            if host_tokens.on_host(prev_output_tokens) is not None:
+                is_padded = host_tokens.is_padded(prev_output_tokens, self.padding_idx)
+                changes |= {"unpadded": not is_padded, "makes_mask": True}
         with forward_context(**changes):
             return super().extract_features(
                 prev_output_tokens, encoder_out, incremental_state, *args, **kwargs

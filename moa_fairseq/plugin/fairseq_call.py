@@ -68,25 +68,29 @@ class FairseqCall(Attention):
         context = current_context()
         tgt_len, batch, _ = query.shape
         size = (batch, tgt_len)
+        if query_padding_mask is not None and query_padding_mask.shape != size:
+            raise ValueError(
+                f"query_padding_mask is {list(query_padding_mask.shape)}, but the queries are [B, T] = "
+                f"{list(size)}"
+            )
+        is_causal = attn_mask is not None and attn_mask is context.causal_mask
         if attn_mask is not None and not attn_mask.is_floating_point():
             attn_mask = attn_mask.bool()
         padding = None if key_padding_mask is None else key_padding_mask.bool()
-        self_padding = padding if self.self_attention else None
-        query_padding = _query_padding(query_padding_mask, context.padding, self_padding, size)
+        default = padding if self.self_attention else None
+        query_padding = _first_mask((query_padding_mask, context.padding, default), size)
         # Batch first from here on: queries and attention results then change shape without a copy.
-        rows = query.transpose(0, 1).contiguous()
-        x = without_padding(rows, query_padding)
+        queries = query.transpose(0, 1).contiguous()
+        x = without_padding(queries, query_padding)
         cache = self.cache_in(incremental_state)
-        is_causal = attn_mask is not None and attn_mask is context.causal_mask
-        carried = None
-        memory = values = None
         if cache is not None and static_kv and cache.length:
-            padding = None  # the cache holds the padding
+            memory = values = padding = None  # the cache has them
         elif self.self_attention:
-            memory = x if query_padding is self_padding else without_padding(rows, self_padding)
-            carried = context.carried
-            if carried is not None:
-                memory, attn_mask, padding = _after_context(carried, memory, attn_mask, padding)
+            memory = x if query_padding is padding else without_padding(queries, padding)
+            if context.carried is not None:
+                memory, attn_mask, padding = _after_context(
+                    context.carried, memory, attn_mask, padding
+                )
             values = memory
         else:
             assert key is not None, "no keys are given, and none are cached"
@@ -98,8 +102,8 @@ class FairseqCall(Attention):
                 memory,
                 values,
                 Masks(attn_mask, padding, is_causal=is_causal, right_padded=context.right_padded),
-                query_padding,
-                same_tokens=self.self_attention and carried is None,
+                query_padding=query_padding,
+                same_tokens=self.self_attention and context.carried is None,
                 cache=cache,
                 need_weights=need_weights or need_head_weights,
                 token_ids=_latest_token_ids(context.token_ids, size),
@@ -159,22 +163,9 @@ class FairseqCall(Attention):
         return incremental_state
 
 
-def _query_padding(
-    query_padding_mask: Tensor | None,
-    of_context: Tensor | None,
-    of_keys: Tensor | None,
-    size: tuple[int, int],
-) -> Tensor | None:
-    """The first of the three masks that is not None, as bool; None if its size is not `size`, [B, T].
-
-    A mask of another size belongs to another pass.
-    """
-    if query_padding_mask is not None and query_padding_mask.shape != size:
-        raise ValueError(
-            f"query_padding_mask is {list(query_padding_mask.shape)}, but the queries are [B, T] = "
-            f"{list(size)}"
-        )
-    for mask in (query_padding_mask, of_context, of_keys):
+def _first_mask(masks: tuple[Tensor | None, ...], size: tuple[int, int]) -> Tensor | None:
+    """The first mask that is not None, as bool; None if it has another size: it belongs to another pass."""
+    for mask in masks:
         if mask is not None:
             return mask.bool() if mask.shape == size else None
     return None
@@ -217,7 +208,7 @@ class FairseqSigmaMoE(SigmaMoE):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         context = current_context()
         tgt_len, batch, _ = x.shape
-        padding = _query_padding(None, context.padding, None, (batch, tgt_len))
+        padding = _first_mask((context.padding,), (batch, tgt_len))
         if padding is not None:
             padding = padding.t()
         out, (routing,) = super().forward(x, padding, with_routing=True)

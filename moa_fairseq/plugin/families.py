@@ -37,8 +37,10 @@ def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:
     gen_parser_from_dataclass(parser, _as_fairseq(SigmaMoESettings), delete_default=True)
     for field in dataclasses.fields(settings):
         if field.default is False:  # the user may switch off what an architecture switches on
-            flag = f"--no-{field.name.replace('_', '-')}"
-            parser.add_argument(flag, action="store_false", dest=field.name, help=argparse.SUPPRESS)
+            opposite = f"--no-{field.name.replace('_', '-')}"
+            parser.add_argument(
+                opposite, action="store_false", dest=field.name, help=argparse.SUPPRESS
+            )
 
 
 def _as_fairseq(settings: type) -> FairseqDataclass:
@@ -47,10 +49,9 @@ def _as_fairseq(settings: type) -> FairseqDataclass:
     fields = []
     for field in dataclasses.fields(settings):
         choices = field.metadata.get("choices")
-        copy = dataclasses.field(default=field.default, metadata=field.metadata)
-        fields.append(
-            (field.name, ChoiceEnum(list(choices)) if choices else types[field.name], copy)
-        )
+        kind = ChoiceEnum(list(choices)) if choices else types[field.name]
+        default = dataclasses.field(default=field.default, metadata=field.metadata)
+        fields.append((field.name, kind, default))
     return dataclasses.make_dataclass(settings.__name__, fields, bases=(FairseqDataclass,))()
 
 
@@ -89,42 +90,37 @@ def _settings_from(settings: type, cfg: Any) -> Any:
 
 
 # Keywords of layers → the flags that set them, besides the fields of settings
-_FLAGS = {
+_OTHER_FLAGS = {
     "head_gate": "--head-gate",
     "output_scale": "--attention-output-scale",
     "positions": "--positions",
 }
+# A word that may be a keyword, and its value in x_y=1 or x_y='a'
+_KEYWORD = re.compile(r"\b(?P<name>[a-z]\w*)(?:=(?P<value>'[^']*'|-?\w[\w.+-]*\w|-?\w))?")
 
 
 @contextlib.contextmanager
 def naming_flags() -> Iterator[None]:
     """A context in which errors of layers name flags instead of keywords: `--x-y 1` for `x_y=1`."""
-    names = dict(_FLAGS)
+    flags = dict(_OTHER_FLAGS)
     for settings in (*FAMILIES.values(), SigmaMoESettings):
         for field in dataclasses.fields(settings):
-            names[field.name] = f"--{field.name.replace('_', '-')}"
+            flags[field.name] = f"--{field.name.replace('_', '-')}"
 
-    def flag(match: re.Match[str]) -> str:
-        name, value = match.groups()
+    def with_flag(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
         # Inside a sentence, a name such as "positions" is an ordinary word.
         is_word = value is None and "_" not in name and match.start()
-        if name not in names or is_word:
+        if name not in flags or is_word:
             return match[0]
         if value in (None, "True"):
-            return names[name]
-        return f"{names[name]} {value.strip(chr(39))}"
+            return flags[name]
+        return " ".join([flags[name], value.strip("'")])
 
     try:
         yield
     except UserError as error:  # layers raise no other errors for a user
-        text = re.sub(r"\b([a-z]\w*)(?:=('[^']*'|-?\w[\w.+-]*\w|-?\w))?", flag, str(error))
-        raise type(error)(text) from error
-
-
-def _positions(cfg: Any) -> str | None:
-    """The positions inside an attention; None if --positions names an embedding of the model."""
-    positions = getattr(cfg, "positions", None)
-    return positions if positions in POSITIONS_IN_ATTENTION else None
+        raise type(error)(_KEYWORD.sub(with_flag, str(error))) from error
 
 
 @naming_flags()
@@ -144,6 +140,9 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: 
     side = cfg.decoder if decoder else cfg.encoder
     settings = settings_of(cfg)
     scale = getattr(cfg, "attention_output_scale", None)
+    positions = getattr(cfg, "positions", None)
+    if positions not in POSITIONS_IN_ATTENTION or not options.get("self_attention"):
+        positions = None  # --positions may name an embedding of the model
     dropout = FairseqDropout(cfg.attention_dropout, module_name=settings.attention.__name__)
     attention = with_fairseq_call(settings.attention).from_settings(
         embed_dim,
@@ -151,7 +150,7 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: 
         num_heads=side.attention_heads,
         causal=decoder,
         dropout=dropout,  # --retain-dropout-modules finds it by its name
-        positions=_positions(cfg) if options.get("self_attention") else None,
+        positions=positions,
         head_gate=getattr(cfg, "head_gate", None) or "none",
         output_scale=1.0 if scale is None else scale,
         **options,
@@ -161,7 +160,7 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: 
 
 
 def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
-    """Draw the matrices of a module again with --initialization depth-scaled.
+    """Draw the matrices of a module again if --initialization is depth-scaled.
 
     Args:
         module: a part of a model; the matrices of its children are drawn.

@@ -22,36 +22,36 @@ NamedRoutings = list[tuple[str, Routing]]
 class ForwardContext:
     """The facts about the pass that this thread computes.
 
-    Args:
+    Attributes:
         padding: the padding of the queries, [B, T] bool, True = padding.
+        right_padded: whether padding only follows real tokens.
+        unpadded: whether the padding mask that a decoder makes is known to be empty.
+        makes_mask: whether fairseq's decoder is to make a padding mask without asking the device whether
+            there is padding; the host then knows it (`unpadded`).
         token_ids: the ids of the queries, [B, T] int64. In a step of generation only the last ids have
             queries.
+        causal_mask: an attention mask that blocks the future and nothing else.
         beam_size: how many times in a row an encoder's output repeats each sentence.
         carried: inputs [M, B, C] from earlier segments of a text. Every self-attention puts their keys and
             values before its own, and projects them in each pass, so that the projections learn from them
             (Dai et al., arXiv 1901.02860, section 3.2).
-        causal_mask: an attention mask that blocks the future and nothing else.
-        right_padded: whether padding only follows real tokens.
-        unpadded: whether the padding mask that a decoder makes is known to be empty.
-        makes_mask: whether fairseq's decoder is to make a padding mask without asking whether there is
-            padding.
+        reading: what `CarriedContext` keeps of this pass.
         draw: the draw of experts in an F step (MAE Algorithm 2).
-        chunk: what `CarriedContext` keeps of this pass.
         residual_sums: the number of residual sums that the present layer has computed.
-        routings: lists, each of which gets every (module, routing); None: those of the surrounding
-            `collect_routings`.
+        routings: lists that get every (module, routing) in place of the surrounding `collect_routings`: the
+            code of a compiled layer serves modules of many names.
     """
 
     padding: Tensor | None = None
-    token_ids: Tensor | None = None
-    beam_size: int = 1
-    carried: Tensor | None = None
-    causal_mask: Tensor | None = None
     right_padded: bool = False
     unpadded: bool = False
     makes_mask: bool = False
+    token_ids: Tensor | None = None
+    causal_mask: Tensor | None = None
+    beam_size: int = 1
+    carried: Tensor | None = None
+    reading: Any = None
     draw: ExpertDraw | None = None
-    chunk: Any = None
     residual_sums: int = 0
     routings: tuple[Any, ...] | None = None
 
@@ -60,48 +60,43 @@ class ForwardContext:
 
         Args:
             module: the attention or sigma-MoE that made the routing; it has a `name`.
-            routing: the decision of the module's router.
+            routing: the decision of the module's router; that of keys is named `<name>.keys`.
         """
-        for collected in _COLLECTORS.around() if self.routings is None else self.routings:
-            collected.append((module, routing))
-
-
-class _Named(list[tuple[str, Routing]]):
-    """Collected routings with the names of their modules; a routing of keys is named `<name>.keys`.
-
-    Inside a compiled layer, whose code serves modules of many names, the modules themselves are collected.
-    """
-
-    def append(self, found: tuple[Any, Routing]) -> None:
-        module, routing = found
+        if self.routings is not None:
+            for unnamed in self.routings:
+                unnamed.append((module, routing))
+            return
         side = "" if routing.side == "queries" else f".{routing.side}"
-        super().append((f"{module.name}{side}", routing))
+        for collected in _COLLECTORS.around():
+            collected.append((f"{module.name}{side}", routing))
 
 
 class _Innermost:
+    """Holds the context of the innermost block around a thread's code."""
+
     def __init__(self) -> None:
         self.context = ForwardContext()
 
 
-_THREAD = PerThread(_Innermost)
+_INNERMOST = PerThread(_Innermost)
 _COLLECTORS = Collectors("routings")
 
 
 def current_context() -> ForwardContext:
     """The context of the innermost block around the call, in this thread."""
-    context: ForwardContext = _THREAD.value.context
+    context: ForwardContext = _INNERMOST.value.context
     return context
 
 
 @contextlib.contextmanager
 def _inside(context: ForwardContext) -> Iterator[ForwardContext]:
-    thread = _THREAD.value
-    before = thread.context
-    thread.context = context
+    innermost = _INNERMOST.value
+    before = innermost.context
+    innermost.context = context
     try:
         yield context
     finally:
-        thread.context = before
+        innermost.context = before
 
 
 def forward_context(**changes: Any) -> contextlib.AbstractContextManager[ForwardContext]:
@@ -114,8 +109,7 @@ def forward_context(**changes: Any) -> contextlib.AbstractContextManager[Forward
 
 
 def restored(context: ForwardContext) -> contextlib.AbstractContextManager[ForwardContext]:
-    """Inside the block the context is this one, but no routing is collected, because the pass is a
-    repetition.
+    """Inside the block the context is this one, and no routing is collected.
 
     Activation checkpointing runs a layer a second time, in the backward pass and on a GPU in another thread.
 
@@ -132,6 +126,6 @@ def collect_routings() -> Iterator[NamedRoutings]:
     Blocks may be nested: each one collects every routing made inside it, in its thread or asyncio task
     (`Collectors`).
     """
-    collected: NamedRoutings = _Named()
+    collected: NamedRoutings = []
     with _COLLECTORS.block(collected):
         yield collected

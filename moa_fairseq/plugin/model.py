@@ -21,44 +21,42 @@ from moa_fairseq.layers.sigma_moe import SigmaMoE
 from moa_fairseq.plugin.families import add_family_args, naming_flags, settings_of
 
 INITIALIZATIONS = ("own", "depth-scaled", "admin")
-POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
-INITIALIZATION = (
+INITIALIZATION_HELP = (
     "initialisation of the layers' matrices. own: per module, as in its paper or in fairseq; "
     "depth-scaled: normal with deviation √(2/n)/√fan-in for n layers, biases zero (SwitchHead's pre-norm "
     "models); admin: as own, plus factors ω of the shortcuts of post-norm layers, set by a pass over the "
     "first batch (dense translation models, arXiv 2004.08249)"
 )
-BRANCH = (
+POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
+BRANCH_SCALE_HELP = (
     "initial scale of the attention output: factor of every output projection at initialisation "
     "(default: 1). 1/K gives dense attention the small initial output of K gates that sum to 1; K undoes it "
     "in a mixture"
 )
-OUTPUT_SCALE = (
+OUTPUT_SCALE_HELP = (
     "constant scale of the attention output, in training and afterwards (default: 1). K multiplies by K "
     "the gates of a mixture whose gates sum to 1; 1/K scales dense attention like K equal gates"
 )
-HEAD_GATE = (
+HEAD_GATE_HELP = (
     "sigmoid gates of the query's input that multiply each attention head's output (gated attention, "
     "arXiv 2505.06708): one gate per head (head) or per element (element)"
 )
-KERNEL_CHECK = (
+KERNEL_CHECK_HELP = (
     "no check of the Triton kernels before the first training on a new kind of GPU; kernels that were "
     "not checked stay off"
 )
-_HINTS = {"offload_activations": " (--checkpoint-activations works)"}
-
 
 if TYPE_CHECKING:
-    from fairseq.models import BaseFairseqModel as Extended
+    from fairseq.models import BaseFairseqModel
 else:
-    Extended = object
+    BaseFairseqModel = object
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class MixtureModel(Extended):
+class MixtureModel(BaseFairseqModel):
     """A base class that precedes the fairseq model that it extends.
 
-    Args:
+    Attributes:
         attention_family: a name of FAMILIES.
         default_arch: the architecture that gives a flag its value if neither the user nor another
             architecture does.
@@ -91,7 +89,7 @@ class MixtureModel(Extended):
         parser.add_argument(
             "--initialization",
             choices=INITIALIZATIONS,
-            help=f"{INITIALIZATION}; default: the architecture's",
+            help=f"{INITIALIZATION_HELP}; default: the architecture's",
         )
         parser.add_argument(
             "--positions",
@@ -102,12 +100,14 @@ class MixtureModel(Extended):
             "positions in every self-attention (xl); default: the architecture's",
         )
         parser.add_argument(
-            "--head-gate", choices=HEAD_GATES, default=argparse.SUPPRESS, help=HEAD_GATE
+            "--head-gate", choices=HEAD_GATES, default=argparse.SUPPRESS, help=HEAD_GATE_HELP
         )
-        scales = {"--attention-branch-scale": BRANCH, "--attention-output-scale": OUTPUT_SCALE}
-        for flag, text in scales.items():
+        for flag, text in (
+            ("--attention-branch-scale", BRANCH_SCALE_HELP),
+            ("--attention-output-scale", OUTPUT_SCALE_HELP),
+        ):
             parser.add_argument(flag, type=float, default=argparse.SUPPRESS, help=text)
-        parser.add_argument("--no-kernel-check", action="store_true", help=KERNEL_CHECK)
+        parser.add_argument("--no-kernel-check", action="store_true", help=KERNEL_CHECK_HELP)
 
     @classmethod
     def fill_defaults(cls, args: Any) -> argparse.Namespace:
@@ -128,27 +128,36 @@ class MixtureModel(Extended):
         args.attention_family = cls.attention_family
         _set_positions(args)
         if args.initialization == "admin":
-            conflicts = []
-            for name in ("normalize-before", "layerdrop"):
-                for side in ("encoder", "decoder"):
-                    if getattr(args, f"{side}_{name}".replace("-", "_"), None):
-                        conflicts.append(f"--{side}-{name}")
-            fits = issubclass(cls, FairseqEncoderDecoderModel) and cls.attention_family == "dense"
-            if conflicts or not fits:
-                subject = " and ".join(conflicts)
-                if not fits:  # an architecture that does not fit may set such a flag itself
-                    subject = f"the model of --arch {getattr(args, 'arch', cls.default_arch)}"
-                raise UserError(
-                    f"--initialization admin does not fit {subject}: it is for post-norm dense translation "
-                    "models (dense_transformer_base) without layer dropout. Choose another --initialization."
-                )
+            cls._check_admin(args)
         for name, off in cls.refused.items():
             if getattr(args, name, None) not in (off, None):
-                flag = f"--{name.replace('_', '-')}{_HINTS.get(name, '')}"
+                hint = " (--checkpoint-activations works)" if name == "offload_activations" else ""
                 raise UserError(
-                    f"{flag} is not supported by mixtures of attention heads: leave it out."
+                    f"--{name.replace('_', '-')}{hint} is not supported by mixtures of attention heads: "
+                    "leave it out."
                 )
         return args
+
+    @classmethod
+    def _check_admin(cls, args: argparse.Namespace) -> None:
+        """Raise UserError if --initialization admin does not fit the model."""
+        conflicts = []
+        for name in (
+            "encoder_normalize_before",
+            "decoder_normalize_before",
+            "encoder_layerdrop",
+            "decoder_layerdrop",
+        ):
+            if getattr(args, name, None):
+                conflicts.append(f"--{name.replace('_', '-')}")
+        subject = " and ".join(conflicts)
+        if not issubclass(cls, FairseqEncoderDecoderModel) or cls.attention_family != "dense":
+            subject = f"the model of --arch {getattr(args, 'arch', cls.default_arch)}"
+        if subject:
+            raise UserError(
+                f"--initialization admin does not fit {subject}: it is for post-norm dense translation "
+                "models (dense_transformer_base) without layer dropout. Choose another --initialization."
+            )
 
     @classmethod
     def post_build(cls, model: Model, args: argparse.Namespace) -> Model:
@@ -214,6 +223,7 @@ def sum_over_workers() -> Callable[[Tensor], None] | None:
 
 
 def _set_positions(args: argparse.Namespace) -> None:
+    """Set fairseq's own flags for --positions; raise UserError for impossible positions."""
     args.positions = getattr(args, "positions", None)
     if args.positions is None:
         return

@@ -28,9 +28,9 @@ from moa_fairseq.plugin.forward_context import (
 )
 
 if TYPE_CHECKING:
-    from fairseq.modules.transformer_layer import TransformerEncoderLayerBase as Extended
+    FairseqLayer = TransformerEncoderLayerBase
 else:
-    Extended = object
+    FairseqLayer = object
 
 
 def use_rms_norms(module: nn.Module, cfg: Any) -> None:
@@ -43,12 +43,14 @@ def use_rms_norms(module: nn.Module, cfg: Any) -> None:
             setattr(module, name, nn.RMSNorm(norm.normalized_shape, eps=norm.eps))
 
 
-class MixtureFeedForward(Extended):
+class MixtureLayer(FairseqLayer):
     """A layer whose feed-forward may be gated, or a mixture of experts. Precedes a layer of fairseq's.
 
-    shortcuts: its residual sums in their order, where they have ω of their own (`finish_layer` sets them).
     A mixture takes the place of fc1; fc2, and what fairseq's layer does between the two, then do nothing.
     A gated feed-forward has an fc1 of twice the width, whose halves the activation multiplies, and no biases.
+
+    Attributes:
+        shortcuts: the residual sums in their order, if they have ω of their own (`finish_layer` sets them).
     """
 
     activation_fn: Any
@@ -57,16 +59,17 @@ class MixtureFeedForward(Extended):
         if not hasattr(self, "shortcuts"):
             return super().residual_connection(x, residual)
         context = current_context()
+        index = context.residual_sums
         context.residual_sums += 1
-        return self.shortcuts[context.residual_sums - 1](x, residual)
+        return self.shortcuts[index](x, residual)
 
-    def compiled(
+    def run_compiled(
         self, run: Callable[..., Any], mask: Any, x: Tensor, options: dict[str, Any]
     ) -> Any:
-        """This layer's forward by the compiled `whole`.
+        """This layer's forward by compiled code.
 
         Args:
-            run: called with a layer, a context, x and options; calls the layer's `whole` with the rest.
+            run: the compiled `forward_with_context`, called with this layer, a context, x and options.
             mask: that of the self-attention as the decoder made it, which options have in another layout.
             x: [T, B, C].
             options: what `forward` takes besides x, by name.
@@ -76,13 +79,14 @@ class MixtureFeedForward(Extended):
         """
         context = current_context()
         is_causal = mask is not None and mask is context.causal_mask
-        # whether there is padding would make two graphs, and a mask costs little in one
+        # Whether there is padding would make two graphs, and a mask costs little in one. The other facts
+        # belong to the pass and not to the layer.
         layer_context = dataclasses.replace(
             context,
             causal_mask=options["self_attn_mask"] if is_causal else None,
             unpadded=False,
             makes_mask=False,
-            chunk=None,
+            reading=None,
             residual_sums=0,
             routings=(),
         )
@@ -91,7 +95,7 @@ class MixtureFeedForward(Extended):
             context.record(module, routing)
         return out
 
-    def whole(self, context: ForwardContext, x: Tensor, **options: Any) -> Any:
+    def forward_with_context(self, context: ForwardContext, x: Tensor, **options: Any) -> Any:
         """The layer's `forward` with nothing but what is given.
 
         Args:
@@ -115,16 +119,17 @@ class MixtureFeedForward(Extended):
             UserError: for sigma-MoE with a gated feed-forward or --scale-fc, and its impossible sizes.
         """
         mixture = build_sigma_moe(self.mixture_cfg, input_dim, self.activation_fn)
-        if getattr(self.mixture_cfg, "gated_feed_forward", False):
-            if mixture is not None:
-                raise UserError(
-                    "--gated-feed-forward and --sigma-moe-num-experts both replace the feed-forward: leave "
-                    "one of the two out."
-                )
+        is_gated = getattr(self.mixture_cfg, "gated_feed_forward", False)
+        if mixture is None and not is_gated:
+            return super().build_fc1(input_dim, output_dim, *quant_noise)
+        if mixture is None:
             self.activation_fn = swiglu
             return nn.Linear(input_dim, 2 * output_dim, bias=False)
-        if mixture is None:
-            return super().build_fc1(input_dim, output_dim, *quant_noise)
+        if is_gated:
+            raise UserError(
+                "--gated-feed-forward and --sigma-moe-num-experts both replace the feed-forward: leave "
+                "one of the two out."
+            )
         if getattr(self, "ffn_layernorm", None) is not None:
             raise UserError(
                 "--scale-fc normalises the feed-forward block that --sigma-moe-num-experts replaces: leave "
@@ -143,7 +148,7 @@ class MixtureFeedForward(Extended):
         return super().build_fc2(input_dim, output_dim, *quant_noise)
 
 
-class MixtureEncoderLayer(MixtureFeedForward, TransformerEncoderLayerBase):
+class MixtureEncoderLayer(MixtureLayer, TransformerEncoderLayerBase):
     """An encoder layer whose self-attention is a mixture."""
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
@@ -157,7 +162,7 @@ class MixtureEncoderLayer(MixtureFeedForward, TransformerEncoderLayerBase):
             return super().forward(x, encoder_padding_mask, attn_mask)
 
 
-class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
+class MixtureDecoderLayer(MixtureLayer, TransformerDecoderLayerBase):
     """A decoder layer whose self- and cross-attention are mixtures."""
 
     def build_self_attention(
@@ -208,21 +213,18 @@ def _same_context() -> tuple[Any, Any]:
     return contextlib.nullcontext(), restored(current_context())
 
 
-def finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
-    """--initialization, activation checkpointing and FSDP; the latter as fairseq's `build_*_layer` adds them.
+def finish_layer(layer: nn.Module, cfg: Any, num_layers: int) -> nn.Module:
+    """--rms-norm, --initialization, activation checkpointing, and FSDP as fairseq's `build_*_layer` adds it.
 
     Checkpointing is torch's non-reentrant one: fairseq's runs the first forward pass without a graph,
     and the auxiliary losses of that pass would reach no router.
     """
     use_rms_norms(layer, cfg)
-    initialize(layer, cfg, layers)
+    initialize(layer, cfg, num_layers)
     if getattr(cfg, "initialization", None) == "admin":
-        shortcuts = []
-        norm: Any
-        for name, norm in layer.named_children():
-            if name.endswith("layer_norm"):
-                shortcuts.append(Shortcut(norm.normalized_shape[0]))
-        layer.shortcuts = nn.ModuleList(shortcuts)
+        children: list[tuple[str, Any]] = list(layer.named_children())
+        norms = [norm for name, norm in children if name.endswith("layer_norm")]
+        layer.shortcuts = nn.ModuleList(Shortcut(norm.normalized_shape[0]) for norm in norms)
     if cfg.checkpoint_activations:
         layer.forward = functools.partial(
             torch.utils.checkpoint.checkpoint,
@@ -230,6 +232,5 @@ def finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
             use_reentrant=False,
             context_fn=_same_context,
         )
-    return fsdp_wrap(
-        layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
-    )
+    min_params = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+    return fsdp_wrap(layer, min_num_params=min_params)

@@ -23,14 +23,14 @@ _ROUND = 4
 _SUMMED = ("dead_experts",)
 
 if TYPE_CHECKING:  # fairseq makes enums of a flag's choices, and its classes have no types
-    from fairseq.criterions import FairseqCriterion as Extended
+    from fairseq.criterions import FairseqCriterion
 
     BalanceLoss = str
     Reduction = str
     Scale = str
     Detail = str
 else:
-    Extended = object
+    FairseqCriterion = object
     BalanceLoss = ChoiceEnum(list(BALANCE_LOSSES))
     Reduction = ChoiceEnum(["sum", "mean"])
     Scale = ChoiceEnum(["sample-size", "none"])
@@ -64,7 +64,7 @@ class RoutingLossConfig:
     )
 
 
-class RoutingLossMixin(Extended):
+class RoutingLossMixin(FairseqCriterion):
     """L = L_model + Σ_modules (α·L_balance + β·L_z) (MoA Eq. 17). Precedes the criterion that it extends.
 
     The auxiliary term is added in training only: validation loss and perplexity are the model's. The losses

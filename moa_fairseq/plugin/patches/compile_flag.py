@@ -40,13 +40,13 @@ _REFUSED = {
 class ContextLayer(Protocol):
     """A layer whose `forward` reads and writes a context, which is none of its arguments."""
 
-    def whole(self, context: Any, x: Tensor, **options: Any) -> Any:
+    def forward_with_context(self, context: Any, x: Tensor, **options: Any) -> Any:
         """`forward` with the context as an argument; returns its output and its routings."""
 
-    def compiled(
+    def run_compiled(
         self, run: Callable[..., Any], mask: Any, x: Tensor, options: dict[str, Any]
     ) -> Any:
-        """`forward` by `run(layer, context, x, options)`, which is the compiled `whole`."""
+        """`forward` by `run(layer, context, x, options)`, the compiled `forward_with_context`."""
 
 
 @patch("fairseq.options:add_optimization_args", _TEST)

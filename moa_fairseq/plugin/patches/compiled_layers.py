@@ -17,10 +17,6 @@ from typing import Any
 
 import torch
 from fairseq.modules.gelu import gelu_accurate
-from fairseq.modules.transformer_layer import (
-    TransformerDecoderLayerBase,
-    TransformerEncoderLayerBase,
-)
 from torch import Tensor, nn
 
 from moa_fairseq.files import private_folder
@@ -28,14 +24,8 @@ from moa_fairseq.plugin.patches.compile_flag import FLAG, LAYERS, ContextLayer, 
 from moa_fairseq.plugin.patches.table import patch
 
 logger = logging.getLogger(__name__)
-
-
-def _arguments_after_x(layer_type: type[nn.Module]) -> list[str]:
-    return list(inspect.signature(layer_type.forward).parameters)[2:]
-
-
-_ENCODER_ARGUMENTS = _arguments_after_x(TransformerEncoderLayerBase)
-_DECODER_ARGUMENTS = _arguments_after_x(TransformerDecoderLayerBase)
+# Type of layer → the names of what its forward takes after x
+_ARGUMENTS = {kind: [*inspect.signature(kind.forward).parameters][2:] for kind in LAYERS}
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the folder whose compiled code torch runs
 _TESTS = "plugin/patches/test_compiled_layers.py::"
 # All layers together need a graph for each type of layer, precision, and batch of one sentence or one token.
@@ -102,9 +92,10 @@ def can_compile(device: torch.device) -> bool:
 
 
 def _warn(what: str, error: Exception) -> None:
+    """Log the lines of a compiler's error that say what is wrong."""
     lines = []
     for line in map(str.strip, str(error).splitlines()):
-        if line and not line.startswith("Set TORCHDYNAMO_VERBOSE"):
+        if line and not line.startswith("Set TORCHDYNAMO_VERBOSE"):  # torch's advice
             lines.append(line[:_LINE_WIDTH])
     # The message of a C++ compiler comes after its long command, in lines with "error:".
     compilers = [line for line in lines if "error:" in line.lower()]
@@ -119,20 +110,18 @@ def compile_layers(model: nn.Module, backend: str = "inductor", mode: str | None
         model: the `forward` of its layers is replaced in place; its weights keep their names.
         backend, mode: arguments of torch.compile.
     """
-    _set_torchs_options()
+    _configure_torch()
     gelu_accurate(torch.zeros(1))  # its first call sets an attribute, which a graph cannot do
     compiled = _CompiledLayers(backend, mode)
     names = set()
     for layer in model.modules():
         if isinstance(layer, LAYERS):
             # A deep copy of the layer gets a copy of this partial function, which holds the copied layer.
-            run = functools.partial(compiled, layer)
-            checkpointed = vars(layer).get("forward")  # by torch's activation checkpointing
+            forward = functools.partial(compiled, layer)
+            checkpointed = vars(layer).get("forward")  # torch's checkpoint(layer's own forward, …)
             if checkpointed is not None:
-                run = functools.partial(
-                    checkpointed.func, run, *checkpointed.args[1:], **checkpointed.keywords
-                )
-            layer.forward = run
+                forward = functools.partial(checkpointed.func, forward, **checkpointed.keywords)
+            layer.forward = forward
             names.add(type(layer).__name__)
     logger.info(
         f"{FLAG}: {' and '.join(sorted(names))} are compiled when they first run, and again for new kinds of "
@@ -140,7 +129,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", mode: str | None
     )
 
 
-def _set_torchs_options() -> None:
+def _configure_torch() -> None:
     config: Any = torch._dynamo.config
     config.specialize_float = True  # a dropout is a constant of the graph, not an input
     config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
@@ -161,8 +150,8 @@ class _CompiledLayers:
 
     def __init__(self, backend: str, mode: str | None):
         options: Any = {"dynamic": True, "fullgraph": True, "backend": backend, "mode": mode}
-        self.run = torch.compile(_forward, **options)
-        self.run_whole = torch.compile(_whole, **options)
+        self.compiled_forward = torch.compile(_forward, **options)
+        self.compiled_with_context = torch.compile(_forward_with_context, **options)
         self.failed: set[type] = set()
         # These are loaded here because that takes seconds, and most commands compile nothing.
         errors = torch._dynamo.exc
@@ -170,52 +159,43 @@ class _CompiledLayers:
 
     def __call__(self, layer: Any, x: Tensor, *args: Any, **options: Any) -> Any:
         layer_type = type(layer)
-        is_decoder = isinstance(layer, TransformerDecoderLayerBase)
-        options.update(zip(_DECODER_ARGUMENTS if is_decoder else _ENCODER_ARGUMENTS, args))
+        kind = next(kind for kind in LAYERS if isinstance(layer, kind))
+        options.update(zip(_ARGUMENTS[kind], args))
         if layer_type in self.failed or not _trains(layer, options):
             return layer_type.forward(layer, x, **options)
+        inputs = _graph_inputs(x, options)
         try:
-            return self._run(layer, x, options)
+            if isinstance(layer, ContextLayer):
+                mask = options.get("self_attn_mask")
+                return layer.run_compiled(self.compiled_with_context, mask, _contiguous(x), inputs)
+            return self.compiled_forward(layer, _contiguous(x), inputs)
         except self.failures as error:
             self.failed.add(layer_type)
             _warn(f"{layer_type.__name__} cannot be compiled, and runs as without the flag", error)
             return layer_type.forward(layer, x, **options)
-
-    def _run(self, layer: Any, x: Tensor, options: dict[str, Any]) -> Any:
-        inputs = _graph_inputs(x, options)
-        x = _contiguous(x)
-        if isinstance(layer, ContextLayer):
-            return layer.compiled(self.run_whole, options.get("self_attn_mask"), x, inputs)
-        return self.run(layer, x, inputs)
 
     def __deepcopy__(self, memo: Any) -> _CompiledLayers:
         return self  # compiled code belongs to no single layer
 
 
 def _forward(layer: Any, x: Tensor, options: Any) -> Any:
-    return _contiguous_output(type(layer).forward(layer, x, **options))
+    return _contiguous(type(layer).forward(layer, x, **options))
 
 
-def _whole(layer: ContextLayer, context: Any, x: Tensor, options: Any) -> Any:
-    out, routings = layer.whole(context, x, **options)
-    return _contiguous_output(out), routings
-
-
-def _contiguous_output(out: Any) -> Any:
-    """A layer's output in the layout that the next graph expects; in compiled code this costs nothing."""
-    if isinstance(out, Tensor):
-        return out.contiguous()
-    return (out[0].contiguous(), *out[1:])
+def _forward_with_context(layer: ContextLayer, context: Any, x: Tensor, options: Any) -> Any:
+    out, routings = layer.forward_with_context(context, x, **options)
+    return _contiguous(out), routings
 
 
 def _contiguous(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.contiguous()
-    return value
+    """A tensor, or the first of a tuple, in the layout that graphs expect; in a graph this costs nothing."""
+    if isinstance(value, tuple):
+        return (_contiguous(value[0]), *value[1:])
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _trains(layer: nn.Module, options: dict[str, Any]) -> bool:
-    """Whether this pass is a training's: with gradients, and not a step of generation."""
+    """Whether this pass belongs to training: it has gradients, and is not a step of generation."""
     return layer.training and torch.is_grad_enabled() and options.get("incremental_state") is None
 
 
@@ -224,8 +204,7 @@ def _graph_inputs(x: Tensor, options: dict[str, Any]) -> dict[str, Any]:
 
     Tensors become contiguous: the first layer's input and a mask cut from a larger one have other layouts. If
     only one of source and target has padding, the other gets a mask without padding: a decoder then has two
-    graphs instead of four. Without an encoder's output no weights of attention to it can be asked for, so
-    these flags are left out.
+    graphs instead of four.
 
     Args:
         x: the layer's input, [T, B, C].
@@ -233,14 +212,14 @@ def _graph_inputs(x: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """
     inputs = {name: _contiguous(value) for name, value in options.items()}
     encoder_out = inputs.get("encoder_out")
-    if encoder_out is None:
+    if encoder_out is None:  # there are no weights of attention to it that could be asked for
         inputs.pop("need_attn", None)
         inputs.pop("need_head_weights", None)
         return inputs
-    masked = {"encoder_padding_mask": encoder_out, "self_attn_padding_mask": x}
-    if any(inputs.get(name) is not None for name in masked):
-        for name, tokens in masked.items():
+    of_mask = {"encoder_padding_mask": encoder_out, "self_attn_padding_mask": x}
+    if any(inputs.get(name) is not None for name in of_mask):
+        for name, tokens in of_mask.items():
             if inputs.get(name) is None:
-                length, rows = tokens.shape[:2]
-                inputs[name] = torch.zeros(rows, length, dtype=torch.bool, device=x.device)
+                length, batch = tokens.shape[:2]
+                inputs[name] = torch.zeros(batch, length, dtype=torch.bool, device=x.device)
     return inputs
