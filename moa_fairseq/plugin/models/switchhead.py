@@ -7,65 +7,64 @@ from moa_fairseq.plugin.archs import register_models
 from moa_fairseq.plugin.models.dense import TINY, lm_body
 
 
-def _heads(*, heads: int, dim: int, experts: int = 1, k: int = 1) -> dict:
-    sizes = {"switchhead_heads": heads, "expert_dim": dim}
-    return sizes | {"num_experts": experts, "experts_per_token": k}
+def _heads(heads: int, dim: int, experts: int = 1, k: int = 1) -> dict:
+    """An attention with D = dim and E = experts; with one expert it is dense."""
+    sizes = {
+        "switchhead_heads": heads,
+        "expert_dim": dim,
+        "num_experts": experts,
+        "experts_per_token": k,
+    }
+    return sizes | {"switchhead_experts": "none"} if experts == 1 else sizes
 
 
-def _lm(*, layers: int, width: int, inner: int, **attention: int) -> dict:
+def _lm(layers: int, width: int, inner: int, *attention: int) -> dict:
     """A causal language model: `lm_body` with the attention of `_heads`."""
-    return lm_body(layers, width, inner) | _heads(**attention)
+    return lm_body(layers, width, inner) | _heads(*attention)
 
 
-def _sigma_moe(*, experts: int, dim: int, dropout: float = 0.0) -> dict:
-    sizes = {"sigma_moe_num_experts": experts, "sigma_moe_expert_dim": dim}
-    return sizes | {"sigma_moe_experts_per_token": 4, "sigma_moe_expert_dropout": dropout}
+def _sigma_moe(experts: int, dim: int, dropout: float = 0.0) -> dict:
+    return {
+        "sigma_moe_num_experts": experts,
+        "sigma_moe_expert_dim": dim,
+        "sigma_moe_experts_per_token": 4,
+        "sigma_moe_expert_dropout": dropout,
+    }
 
 
-_DENSE = {"switchhead_experts": "none"}
-_ROPE = {"positions": "rope-half"}
-
-# Causal language models, with or without sigma-MoE (SwitchAll). Table 9 prints the layers, their width, the
-# inner units of the feed-forward and the positions; and the attention's heads, D, E and k.
-LANGUAGE_MODELS = {
-    "switchhead_lm_47m": _lm(layers=16, width=412, inner=2080, heads=2, dim=76, experts=5, k=2),
-    "switchhead_lm_262m": _lm(layers=18, width=1024, inner=4147, heads=2, dim=132, experts=8, k=4),
-    # For C4 and peS2o
-    "switchhead_lm_262m_h4": _lm(
-        layers=18, width=1024, inner=4188, heads=4, dim=112, experts=4, k=2
-    ),
-    "switchhead_lm_enwik8": _lm(layers=12, width=512, inner=2088, heads=2, dim=112, experts=4, k=2),
-    "switchhead_rope_lm_45m": _lm(layers=16, width=412, inner=2092, heads=2, dim=64, experts=5, k=3)
-    | _ROPE,
-    "switchhead_rope_lm_243m": _lm(
-        layers=18, width=1024, inner=4136, heads=4, dim=100, experts=4, k=2
-    )
-    | _ROPE,
-    # The feed-forward's experts replace --decoder-ffn-embed-dim, and have no dropout inside (App. A.5).
-    "switchall_lm_47m": _lm(layers=16, width=412, inner=2048, heads=2, dim=76, experts=5, k=2)
-    | _sigma_moe(experts=16, dim=128),
-    "switchall_lm_259m": {
-        **_lm(layers=18, width=1024, inner=4096, heads=4, dim=112, experts=4, k=2),
-        **_sigma_moe(experts=32, dim=128, dropout=0.1),
-        "expert_dropout": 0.1,  # in the attention
-    },
-    "transformer_xl_lm_47m": _lm(layers=16, width=412, inner=2053, heads=10, dim=41) | _DENSE,
-    "transformer_xl_lm_262m": _lm(layers=18, width=1024, inner=4110, heads=16, dim=64) | _DENSE,
-    "transformer_xl_lm_enwik8": _lm(layers=12, width=512, inner=2053, heads=8, dim=64) | _DENSE,
-    "transformer_rope_lm_45m": _lm(layers=16, width=412, inner=2053, heads=10, dim=41)
-    | _DENSE
-    | _ROPE,
-    "transformer_rope_lm_244m": _lm(layers=18, width=1024, inner=4110, heads=16, dim=64)
-    | _DENSE
-    | _ROPE,
+# Causal language models. Table 9 prints the layers, their width and the inner units of the feed-forward, then
+# the attention's heads, D, E and k. The rows without E and k are dense.
+_XL = {
+    "switchhead_lm_47m": (16, 412, 2080, 2, 76, 5, 2),
+    "switchhead_lm_262m": (18, 1024, 4147, 2, 132, 8, 4),
+    "switchhead_lm_262m_h4": (18, 1024, 4188, 4, 112, 4, 2),  # for C4 and peS2o
+    "switchhead_lm_enwik8": (12, 512, 2088, 2, 112, 4, 2),
+    "transformer_xl_lm_47m": (16, 412, 2053, 10, 41),
+    "transformer_xl_lm_262m": (18, 1024, 4110, 16, 64),
+    "transformer_xl_lm_enwik8": (12, 512, 2053, 8, 64),
     # For small data and small machines: all attentions have 128,000 parameters, W_R included.
-    "transformer_xl_lm_tiny": _lm(layers=4, width=160, inner=640, heads=10, dim=16) | _DENSE,
-    "switchhead_lm_tiny": _lm(layers=4, width=160, inner=640, heads=2, dim=30, experts=5, k=2),
-    # The parameters of dense_transformer_lm_base
-    "switchhead_lm_base": _heads(heads=2, dim=101, experts=4, k=2),
-    "switchall_lm_tiny": _lm(layers=4, width=160, inner=640, heads=2, dim=30, experts=5, k=2)
-    | _sigma_moe(experts=16, dim=40),
+    "switchhead_lm_tiny": (4, 160, 640, 2, 30, 5, 2),
+    "transformer_xl_lm_tiny": (4, 160, 640, 10, 16),
 }
+_ROPE = {
+    "switchhead_rope_lm_45m": (16, 412, 2092, 2, 64, 5, 3),
+    "switchhead_rope_lm_243m": (18, 1024, 4136, 4, 100, 4, 2),
+    "transformer_rope_lm_45m": (16, 412, 2053, 10, 41),
+    "transformer_rope_lm_244m": (18, 1024, 4110, 16, 64),
+}
+# SwitchAll. The feed-forward's experts replace --decoder-ffn-embed-dim; no dropout is inside them (App. A.5).
+_SWITCHALL = {
+    "switchall_lm_47m": _lm(16, 412, 2048, 2, 76, 5, 2) | _sigma_moe(16, 128),
+    "switchall_lm_259m": _lm(18, 1024, 4096, 4, 112, 4, 2)
+    | _sigma_moe(32, 128, dropout=0.1)
+    | {"expert_dropout": 0.1},  # in the attention
+    "switchall_lm_tiny": _lm(4, 160, 640, 2, 30, 5, 2) | _sigma_moe(16, 40),
+}
+LANGUAGE_MODELS = {arch: _lm(*sizes) for arch, sizes in _XL.items()} | _SWITCHALL
+for arch, sizes in _ROPE.items():
+    LANGUAGE_MODELS[arch] = _lm(*sizes) | {"positions": "rope-half"}
+# The parameters of dense_transformer_lm_base
+LANGUAGE_MODELS["switchhead_lm_base"] = _heads(heads=2, dim=101, experts=4, k=2)
 register_models("switchhead", "switchhead_lm", LANGUAGE_MODELS)
 
 # Translation; in cross-attention the source side is the encoder's output. By the paper's rule (section 3): as
@@ -96,8 +95,8 @@ _LISTOPS = {
 ENCODERS = {
     "switchhead_roberta_listops": _heads(heads=2, dim=28, experts=4, k=2)
     | {"encoder_ffn_embed_dim": 517},
-    "transformer_xl_roberta_listops": _heads(heads=8, dim=16) | _DENSE,
-    "transformer_xl_roberta_listops_2heads": _heads(heads=2, dim=64) | _DENSE,
+    "transformer_xl_roberta_listops": _heads(heads=8, dim=16),
+    "transformer_xl_roberta_listops_2heads": _heads(heads=2, dim=64),
 }
 register_models(
     "switchhead", "switchhead_roberta", {arch: _LISTOPS | v for arch, v in ENCODERS.items()}
