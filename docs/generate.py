@@ -53,12 +53,12 @@ from moa_fairseq.plugin.criterions.routing_loss import RoutingLossConfig
 from moa_fairseq.plugin.fairseq_compat import PATCHES
 from moa_fairseq.plugin.families import FAMILIES
 from moa_fairseq.plugin.model import (
-    BRANCH,
-    HEAD_GATE,
-    INITIALIZATION,
+    BRANCH_SCALE_HELP,
+    HEAD_GATE_HELP,
+    INITIALIZATION_HELP,
     INITIALIZATIONS,
-    KERNEL_CHECK,
-    OUTPUT_SCALE,
+    KERNEL_CHECK_HELP,
+    OUTPUT_SCALE_HELP,
     POSITIONS,
 )
 from moa_fairseq.plugin.patches.compile_flag import FLAG as COMPILE
@@ -220,11 +220,15 @@ def flags() -> str:
         f"### {title}\n\n{grid(head, list(_flags(settings)))}" for title, settings in sections
     ]
     positions = ["`--positions`", "of the arch", f"{_choices(POSITIONS)}; position encoding"]
-    start = ["`--initialization`", "of the arch", f"{_choices(INITIALIZATIONS)}; {INITIALIZATION}"]
-    branch = ["`--attention-branch-scale`", "–", BRANCH]
-    scale = ["`--attention-output-scale`", "–", OUTPUT_SCALE]
-    gates = ["`--head-gate`", "`none`", f"{_choices(HEAD_GATES)}; {HEAD_GATE}"]
-    check = ["`--no-kernel-check`", "off", KERNEL_CHECK]
+    start = [
+        "`--initialization`",
+        "of the arch",
+        f"{_choices(INITIALIZATIONS)}; {INITIALIZATION_HELP}",
+    ]
+    branch = ["`--attention-branch-scale`", "–", BRANCH_SCALE_HELP]
+    scale = ["`--attention-output-scale`", "–", OUTPUT_SCALE_HELP]
+    gates = ["`--head-gate`", "`none`", f"{_choices(HEAD_GATES)}; {HEAD_GATE_HELP}"]
+    check = ["`--no-kernel-check`", "off", KERNEL_CHECK_HELP]
     compiles = [f"`{COMPILE}`", "off", COMPILE_HELP]
     switches = [[f"`{flag}`", "off", text] for flag, text in SWITCHES.items()]
     for title, lines in (
@@ -319,7 +323,8 @@ def patch_table() -> str:
     lines = []
     for patch in PATCHES:
         what = ", ".join(
-            f"`{each}`" for each in patch.what.replace("fairseq.", "").replace(":", ".").split(", ")
+            f"`{each}`"
+            for each in patch.target.replace("fairseq.", "").replace(":", ".").split(", ")
         )
         file, _, test = patch.test.partition("::")
         lines.append([what, patch.reason.replace("|", "\\|"), f"[{test}](../tests/{file})"])

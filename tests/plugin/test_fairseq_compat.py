@@ -71,13 +71,13 @@ def test_fairseqs_own_loader_cannot_be_told_to_switch_safety_off(tmp_path, legac
         fairseq_compat.load_checkpoint(tmp_path / "none.pt")
 
 
-@pytest.mark.parametrize("patch", fairseq_compat.PATCHES, ids=lambda patch: patch.what)
+@pytest.mark.parametrize("patch", fairseq_compat.PATCHES, ids=lambda patch: patch.target)
 def test_every_patch_is_in_place_and_has_its_reason_and_test(patch):
     # Modules that are loaded later are left as they are: test_literals.py looks at those that call eval.
-    for owner, name in patch.places() if patch.way and "*" not in patch.what else ():
+    for owner, name in patch.places() if patch.way and "*" not in patch.target else ():
         if patch.way is table.wrapped_by:
             assert getattr(owner, name).__wrapped__
-        elif patch.what not in ("numpy:compat", "sys:excepthook"):
+        elif patch.target not in ("numpy:compat", "sys:excepthook"):
             installed = getattr(owner, name)
             assert getattr(installed, "__module__", type(installed).__module__).startswith(
                 "moa_fairseq"

@@ -70,7 +70,8 @@ class WholeAdaptiveLoss(AdaptiveLoss):
             loss, sample_size, entries = super().forward(model, sample, reduce)
         finally:
             hook.remove()
-        for logits, target in list(zip(*results[0]))[1:]:
+        outputs, targets = results[0]
+        for logits, target in zip(outputs[1:], targets[1:]):  # all clusters but the first
             if target is not None:
                 ignored = target.eq(self.padding_idx)
                 loss = loss + F.cross_entropy(logits[ignored], target[ignored], reduction="sum")

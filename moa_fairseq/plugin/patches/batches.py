@@ -1,4 +1,7 @@
-"""Batches, their order, and the place in an epoch: no batch is lost, and a restart continues at its place."""
+"""Batches, their order, and the place in an epoch: no batch is lost, and a restart continues at its place.
+
+The second argument of a change is the object whose method it changes, such as an iterator or a data set.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ logger = logging.getLogger(__name__)
 _COMPAT = "plugin/test_fairseq_compat.py::"
 _EPOCHS = "plugin/patches/test_epochs.py::"
 _ITERATOR = "fairseq.data.iterators:EpochBatchIterator"
+_readers: weakref.WeakSet = weakref.WeakSet()  # the threads that read batches
+_SECONDS_TO_END = 10  # for all threads together: a data set that hangs must not hold the process
 
 
 @patch("fairseq.data.data_utils:batch_by_size", f"{_COMPAT}test_the_last_batch_is_kept")
@@ -59,11 +64,11 @@ def group_as_in_the_first_epoch(
     fairseq groups sentences into batches once, with the seed of the first epoch that a process runs: a
     restart in a later epoch groups them differently, repeats some and skips others.
     """
-    fresh = options.get("update_epoch_batch_itr") or options.get("disable_iterator_cache")
-    if fresh or not task.can_reuse_epoch_itr(dataset):
+    rebuilds = options.get("update_epoch_batch_itr") or options.get("disable_iterator_cache")
+    if rebuilds or not task.can_reuse_epoch_itr(dataset):
         return get_batch_iterator(task, dataset, *args, seed=seed, epoch=epoch, **options)
-    # fairseq groups with seed + epoch, here seed + 1 in any epoch. The iterator then shuffles the batches
-    # with its own seed.
+    # fairseq groups with the sum of seed and epoch, which is here that of the first epoch, and shuffles with
+    # the iterator's seed.
     iterator = get_batch_iterator(
         task, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **options
     )
@@ -122,8 +127,8 @@ def save_the_place_of_all_processes(state_dict: Callable, iterator: Any) -> dict
     The place in an epoch is a number of batches of one process: a restart on half as many GPUs would see part
     of the epoch twice, and one on more GPUs would skip part of it.
     """
-    numbers = {"num_shards": iterator.num_shards, "batches_in_epoch": len(iterator.frozen_batches)}
-    return state_dict(iterator) | numbers
+    totals = {"num_shards": iterator.num_shards, "batches_in_epoch": len(iterator.frozen_batches)}
+    return state_dict(iterator) | totals
 
 
 @patch(f"{_ITERATOR}.load_state_dict", f"{_EPOCHS}test_converted_place")
@@ -137,18 +142,19 @@ def restore_the_place_of_all_processes(
     place = state.get("iterations_in_epoch", 0)
     shards = state.get("num_shards")
     if place and shards:
-        batches = len(iterator.frozen_batches)
-        now = converted_place(
-            place, shards, state["batches_in_epoch"], iterator.num_shards, batches
-        )
-        if now * iterator.num_shards != place * shards:
+        seen = place * shards
+        batches = state["batches_in_epoch"]
+        new_batches = len(iterator.frozen_batches)
+        new_place = converted_place(place, shards, batches, iterator.num_shards, new_batches)
+        resumes_after = new_place * iterator.num_shards
+        if resumes_after != seen:
             logger.warning(
                 f"resuming in the middle of epoch {state['epoch']} with other processes or batches: "
-                f"{place * shards:,} of {state['batches_in_epoch']:,} batches were seen, training "
-                f"resumes after {now * iterator.num_shards:,} of {batches:,}; in this epoch some sentences "
-                "are seen twice, or not at all if the batches were rebuilt"
+                f"{seen:,} of {batches:,} batches were seen, training resumes after {resumes_after:,} of "
+                f"{new_batches:,}; in this epoch some sentences are seen twice, or not at all if the batches "
+                "were rebuilt"
             )
-        state = state | {"iterations_in_epoch": now}
+        state = state | {"iterations_in_epoch": new_place}
     load_state_dict(iterator, state)
 
 
@@ -167,10 +173,10 @@ def converted_place(
         batches: how many batches the epoch had, of all processes together.
         new_shards, new_batches: the present numbers of processes and of batches.
     """
-    batches_before = min(place * shards, batches)
+    seen = min(place * shards, batches)
     if new_batches != batches:
-        batches_before = batches_before * new_batches // batches
-    return batches_before // new_shards
+        seen = seen * new_batches // batches
+    return seen // new_shards
 
 
 @patch(
@@ -224,10 +230,6 @@ def end_readers_with_the_process(create_consumer: Callable, iterator: Any) -> No
     """
     create_consumer(iterator)
     _readers.add(iterator._consumer)
-
-
-_readers: weakref.WeakSet = weakref.WeakSet()
-_SECONDS_TO_END = 10  # for all threads together: a data set that hangs must not hold the process
 
 
 @atexit.register

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -125,26 +126,26 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -
     distributed_utils.dist.limit = timedelta(seconds=limit)
     try:
         fairseqs_distributed_main(i, main, cfg, kwargs)
-    # torch raises a RuntimeError for every fault; the text tells them apart.
-    except RuntimeError as error:
+    except RuntimeError as error:  # torch's type for every fault; the text tells them apart
         if not dist.is_initialized():
             raise
         silent = _silent_ranks()
         text = str(error).lower()
-        names = " and ".join(map(str, silent)) or "another process"
-        if any(sign in text for sign in _CUT_OFF):
-            raise UserError(
-                f"Rank {dist.get_rank()} (of {dist.get_world_size()}) lost rank {names}, which failed or was "
-                f"killed: look at its log, and at the memory of its machine. Start the same training again; "
-                f"it resumes from the last checkpoint."
-            ) from error
-        if not any(sign in text for sign in ("timed out", "timeout")):
+        is_cut_off = any(sign in text for sign in _CUT_OFF)
+        if not is_cut_off and "timed out" not in text and "timeout" not in text:
             raise
+        this = f"Rank {dist.get_rank()} (of {dist.get_world_size()})"
+        others = " and ".join(map(str, silent)) or "another process"
+        if is_cut_off:
+            raise UserError(
+                f"{this} lost rank {others}, which failed or was killed: look at its log, and at the memory "
+                "of its machine. Start the same training again; it resumes from the last checkpoint."
+            ) from error
         raise UserError(
-            f"Rank {dist.get_rank()} (of {dist.get_world_size()}) waited {limit} seconds for rank {names}, "
-            f"which did not answer: it hangs, was stopped, or its machine is down. Look at its log, end its "
-            f"remaining processes, and start the same training again; it resumes from the last checkpoint. "
-            f"If the rank was only slow, raise --heartbeat-timeout SECONDS."
+            f"{this} waited {limit} seconds for rank {others}, which did not answer: it hangs, was stopped, "
+            "or its machine is down. Look at its log, end its remaining processes, and start the same "
+            "training again; it resumes from the last checkpoint. If the rank was only slow, raise "
+            "--heartbeat-timeout SECONDS."
         ) from error
 
 
@@ -165,18 +166,17 @@ def _silent_ranks() -> list[int]:
     """
     size = dist.get_world_size()
     rank = dist.get_rank()
-    silent = [0]
+    silent = [0]  # unless the store answers
 
     def ask() -> None:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"moa_fairseq/waited/{rank}", "1")
         missing = [peer for peer in range(size) if peer != rank]
-        waiting = threading.Event()
         for _ in range(10):
             missing = [peer for peer in missing if not store.check([f"moa_fairseq/waited/{peer}"])]
             if not missing:
                 break
-            waiting.wait(ANSWER_SECONDS / 10)
+            time.sleep(ANSWER_SECONDS / 10)
         silent[:] = missing
 
     asking = threading.Thread(target=ask, daemon=True)

@@ -1,8 +1,7 @@
-"""Other harm that a checkpoint's configuration, or a file that it names, could make fairseq do.
+"""A checkpoint's configuration makes fairseq download, run and overwrite nothing.
 
-fairseq's other models load further files with torch. Embeddings and dictionaries are read from whatever a
-setting names, and tokenizers download what it names. A data set of FASTA files is counted by a shell command
-that contains its path, and a criterion opens a file for writing.
+Tokenizers would download what a setting names, embeddings and dictionaries are read from any path, a data set
+of FASTA files is counted by a shell command that contains its path, and a criterion opens a file for writing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ def forget_outputs(state: Any) -> Any:
     for part in (state.get("args"), *groups):
         settings = vars(part) if isinstance(part, argparse.Namespace) else part
         if isinstance(settings, dict):
-            settings.update(dict.fromkeys(settings.keys() & set(OUTPUTS)))
+            for name in settings.keys() & set(OUTPUTS):
+                settings[name] = None
     return state
 
 
@@ -79,6 +79,8 @@ def open_regular_files(file: Any, mode: str = "r", *args: Any, **options: Any) -
     Raises:
         UserError: if a file to be read is not regular.
     """
-    if not isinstance(file, int) and not set(mode) & set("wax+") and str(file) != os.devnull:
+    is_descriptor = isinstance(file, int)
+    writes = set(mode) & set("wax+")
+    if not is_descriptor and not writes and str(file) != os.devnull:
         refuse_irregular(file, "The file")
     return open(file, mode, *args, **options)

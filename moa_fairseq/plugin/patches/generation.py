@@ -17,15 +17,11 @@ from moa_fairseq.plugin.patches.table import patch
 
 _TESTS = "plugin/patches/test_generation.py::"
 _SIDES = ("encoder", "decoder")
-_SEARCHES = {
-    "sampling": lambda value: value,
-    "diverse_beam_groups": lambda value: value > 0,
-    "diversity_rate": lambda value: value > 0,
-    "match_source_len": lambda value: value,
-}
+# Each of these flags chooses a search.
+_SEARCHES = ("sampling", "diverse_beam_groups", "diversity_rate", "match_source_len")
 
 
-class ManySearches(UserError, ValueError):
+class ConflictingSearches(UserError, ValueError):
     """Flags ask for different searches. It is also a ValueError, because fairseq raises that here."""
 
 
@@ -44,24 +40,23 @@ def keep_the_other_side(
     Raises:
         UserError: if a named layer does not exist on that side, or is named twice.
     """
-    texts = {}
+    kept = {}
     for side in _SIDES:
         layers = getattr(model_cfg, f"{side}_layers_to_keep", None)
-        texts[side] = "" if layers is None else str(layers)  # may be a number
-    if not any(texts.values()):
+        kept[side] = "" if layers is None else str(layers)  # may be a number
+    if not any(kept.values()):
         return prune(state, model_cfg)
-    for side, text in texts.items():
-        matches = (re.match(rf"{side}\..*?\blayers\.(\d+)\.", key) for key in state)
-        numbers = sorted({int(match.group(1)) for match in matches if match})
-        words = [word.strip() for word in text.split(",")] if text else [*map(str, numbers)]
-        if len(set(words)) < len(words) or not {*words} <= {*map(str, numbers)}:
+    for side, text in kept.items():
+        matches = [re.match(rf"{side}\..*?\blayers\.(\d+)\.", key) for key in state]
+        existing = sorted({match[1] for match in matches if match}, key=int)
+        words = [word.strip() for word in text.split(",")] if text else existing
+        if len(set(words)) < len(words) or not set(words) <= set(existing):
             choice = "that side has no layers"
-            if numbers:
-                choice = f"write some of {numbers}, each once, with commas"
+            if existing:
+                choice = f"write some of {', '.join(existing)}, each once, with commas"
             raise UserError(f"--model-overrides: {side}_layers_to_keep {text[:80]!r}: {choice}.")
-        with (
-            open_dict(model_cfg) if isinstance(model_cfg, DictConfig) else contextlib.nullcontext()
-        ):
+        is_config = isinstance(model_cfg, DictConfig)
+        with open_dict(model_cfg) if is_config else contextlib.nullcontext():
             setattr(model_cfg, f"{side}_layers_to_keep", ",".join(words) or None)
     return prune(state, model_cfg)
 
@@ -79,40 +74,37 @@ def check_flags_of_search(
     iterative-refinement models print.
 
     Raises:
-        ManySearches: if flags ask for several searches.
+        ConflictingSearches: if flags ask for several searches.
         UserError: for other conflicts, for groups that do not divide the beam, and if --lm-path holds no
             language model.
     """
 
-    def said(name: str) -> Any:
+    def given(name: str) -> Any:
         return getattr(args, name, None)
 
-    chosen = []
-    for name, on in _SEARCHES.items():
-        if on(said(name) or 0):
-            chosen.append(f"--{name.replace('_', '-')}")
+    chosen = [f"--{name.replace('_', '-')}" for name in _SEARCHES if (given(name) or 0) > 0]
     if len(chosen) > 1:
-        raise ManySearches(f"{' and '.join(chosen)} are different searches: give only one.")
-    beam = said("beam") or 5
-    groups = said("diverse_beam_groups") or -1
-    nbest = said("nbest") or 1
+        raise ConflictingSearches(f"{' and '.join(chosen)} are different searches: give only one.")
+    beam = given("beam") or 5
+    groups = given("diverse_beam_groups") or -1
+    nbest = given("nbest") or 1
     if groups > 0 and beam % groups:
         raise UserError(
             f"--beam {beam} is not a multiple of --diverse-beam-groups {groups}: change one."
         )
-    if nbest > beam and not said("score_reference"):
+    if nbest > beam and not given("score_reference"):
         raise UserError(
             f"--nbest {nbest} is larger than --beam {beam}: lower --nbest or raise --beam."
         )
     for name in ("print_step", "retain_iter_history"):
-        if said(name):
+        if given(name):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} is for models with iterative refinement: leave it out.")
     lm = (options.get("extra_gen_cls_kwargs") or {}).get("lm_model")
     if lm is not None and not isinstance(lm, FairseqLanguageModel):
         raise UserError(
-            f"--lm-path {said('lm_path')} holds a {type(lm).__name__}, not a language model: give a language "
-            "model."
+            f"--lm-path {given('lm_path')} holds a {type(lm).__name__}, not a language model: give "
+            "a language model."
         )
     return build(task, models, args, *further, **options)
 

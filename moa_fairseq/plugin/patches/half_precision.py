@@ -40,13 +40,14 @@ def refuse_half_precision_on_a_cpu(override_module_args: Callable, args: argpars
     Raises:
         UserError: if a training on a CPU has one of the flags.
     """
-    half = next((name for name in ("fp16", "bf16") if getattr(args, name, False)), "")
+    precision = next((name for name in ("fp16", "bf16") if getattr(args, name, False)), "")
     on_gpu = torch.cuda.is_available() and not getattr(args, "cpu", False)
-    on_tpu = half == "bf16" and importlib.util.find_spec("torch_xla")
-    flattens = half == "bf16" or not getattr(args, "fp16_no_flatten_grads", False)
-    if half and flattens and hasattr(args, "lr_scheduler") and not on_gpu and not on_tpu:
+    on_tpu = precision == "bf16" and importlib.util.find_spec("torch_xla")
+    works_on_cpu = precision == "fp16" and getattr(args, "fp16_no_flatten_grads", False)
+    is_training = hasattr(args, "lr_scheduler")
+    if precision and is_training and not (on_gpu or on_tpu or works_on_cpu):
         raise UserError(
-            f"--{half} needs a GPU, but this training is on the CPU: leave it out, or give --amp, which uses "
-            "bfloat16 on a CPU."
+            f"--{precision} needs a GPU, but this training is on the CPU: leave it out, or give --amp, "
+            "which uses bfloat16 on a CPU."
         )
     return override_module_args(args)

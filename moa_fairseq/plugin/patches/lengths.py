@@ -55,25 +55,34 @@ def evaluate_every_token(
     """
     subset = next((name for name, each in task.datasets.items() if each is dataset), "")
 
-    def longest() -> int:
-        return int(dataset.sizes.max(initial=0)) + context_window
-
-    if max_positions and longest() > max_positions:
+    if max_positions and _longest(dataset, context_window) > max_positions:
         if task.args.tokens_per_sample + context_window == DEFAULT_BLOCK:
             task.args.tokens_per_sample = max_positions - context_window
             task.load_dataset(subset)
             dataset = task.dataset(subset)
             logger.info(f"--tokens-per-sample {max_positions}: the model's own")
-        if longest() > max_positions and not getattr(task, "reads_any_length", False):
-            unbroken = str(task.args.sample_break_mode or "none") == "none"
-            remedy = "" if unbroken else "--sample-break-mode none, which cuts lines to fit, and "
+        longest = _longest(dataset, context_window)
+        if longest > max_positions and not getattr(task, "reads_any_length", False):
+            remedy = ""
+            if str(task.args.sample_break_mode or "none") != "none":
+                remedy = "--sample-break-mode none, which cuts lines to fit, and "
             raise UserError(
-                f"--gen-subset {subset}: a block has {longest():,} tokens, but the model accepts "
+                f"--gen-subset {subset}: a block has {longest:,} tokens, but the model accepts "
                 f"{max_positions:,}, and fairseq would skip such blocks. Give {remedy}"
                 f"--tokens-per-sample {max_positions} or less."
             )
-    places = {"max_positions": max_positions, "context_window": context_window}
-    return dataloader(task, dataset, *args, **places, **options)
+    return dataloader(
+        task,
+        dataset,
+        *args,
+        max_positions=max_positions,
+        context_window=context_window,
+        **options,
+    )
+
+
+def _longest(dataset: Any, context_window: int) -> int:
+    return int(dataset.sizes.max(initial=0)) + context_window
 
 
 @patch(
@@ -95,16 +104,16 @@ def name_the_sentence_that_is_too_long(
     Raises:
         UserError: names the first sentence that is too long.
     """
-    if not ignore_invalid_inputs:
-        fitting, left_out = dataset.filter_indices_by_size(indices, max_positions)
-        if len(left_out):
-            first = min(left_out)
-            raise UserError(
-                f"Sentence {first + 1} has {dataset.num_tokens(first):,} tokens, but the model or "
-                f"--max-tokens allows {max_positions}; {len(left_out)} of {len(indices)} are too long. "
-                "Remove them from the data, or train with larger --max-source-positions and "
-                "--max-target-positions (for a language model --tokens-per-sample). With "
-                "--skip-invalid-size-inputs-valid-test the result covers fewer sentences."
-            )
-        return fitting
-    return filter_indices_by_size(task, indices, dataset, max_positions, ignore_invalid_inputs)
+    if ignore_invalid_inputs:
+        return filter_indices_by_size(task, indices, dataset, max_positions, True)
+    fitting, left_out = dataset.filter_indices_by_size(indices, max_positions)
+    if len(left_out):
+        index = min(left_out)
+        raise UserError(
+            f"Sentence {index + 1} has {dataset.num_tokens(index):,} tokens, but the model or "
+            f"--max-tokens allows {max_positions}; {len(left_out)} of {len(indices)} are too long. "
+            "Remove them from the data, or train with larger --max-source-positions and "
+            "--max-target-positions (for a language model --tokens-per-sample). With "
+            "--skip-invalid-size-inputs-valid-test the result covers fewer sentences."
+        )
+    return fitting

@@ -10,7 +10,7 @@ import ast
 import operator
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,6 +19,8 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.patches.table import patch, replaced
 
 MAX_ITEMS = 10_000  # of all lists, tuples and strings together that + and * make in one setting
+# The errors that literal_eval documents
+_NOT_LITERAL = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, OverflowError)
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
@@ -44,18 +46,10 @@ def literal(text: Any, *_: Any) -> Any:
         raise TypeError(f"a setting is a text, not {type(text).__name__}")
     try:
         return ast.literal_eval(_Sums().visit(ast.parse(text.strip(), mode="eval")))
-    # literal_eval documents these errors.
-    except (
-        SyntaxError,
-        ValueError,
-        TypeError,
-        RecursionError,
-        MemoryError,
-        OverflowError,
-    ) as error:
+    except _NOT_LITERAL as error:
         excerpt = text if len(text) <= 80 else f"{text[:77]}..."
         raise UserError(
-            f"The setting {_setting_name(text)} is refused: {excerpt!r} is not a plain value. "
+            f"{_setting_name(text)} is refused: {excerpt!r} is not a plain value. "
             "fairseq would run it as Python code, and it may come from somebody else's checkpoint, "
             "so nothing was run. Give numbers, strings, lists, tuples, dictionaries, or sums "
             "and repetitions such as [(512, 3)] * 20."
@@ -68,20 +62,20 @@ class _Sums(ast.NodeTransformer):
     items = MAX_ITEMS
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.Constant:
+        if type(node.op) not in _OPERATORS:
+            raise ValueError(f"{type(node.op).__name__} is not allowed")
         first = ast.literal_eval(self.visit(node.left))
         second = ast.literal_eval(self.visit(node.right))
         lengths = []
         for side in (first, second):
             lengths.append(len(side) if isinstance(side, (list, tuple, str, bytes)) else 0)
-        if isinstance(node.op, ast.Mult):
-            if any(lengths):
-                self.items -= max(lengths) * max(first if lengths[1] else second, 0)
+        if isinstance(node.op, ast.Mult) and any(lengths):  # such as [(512, 3)] * 20
+            count = first if lengths[1] else second
+            self.items -= max(lengths) * max(count, 0)
         else:
             self.items -= sum(lengths)
         if self.items < 0:
             raise ValueError(f"more than {MAX_ITEMS} items")
-        if type(node.op) not in _OPERATORS:
-            raise ValueError(f"{type(node.op).__name__} is not allowed")
         return ast.Constant(_OPERATORS[type(node.op)](first, second))
 
 
@@ -91,18 +85,24 @@ def _setting_name(text: str) -> str:
     for _ in range(5):
         if frame is None:
             break
-        # The functions of fairseq.utils call every parameter x, which names no setting.
-        if frame.f_globals.get("__name__") != "fairseq.utils":
-            values = list(frame.f_locals.values())
-            for value in list(values):
-                fields = _fields(value)
-                values += [fields[name] for name in ("cfg", "args") if name in fields]
-            for holder in (frame.f_locals, *map(_fields, values)):
-                for name, value in holder.items():
-                    if isinstance(value, str) and value == text:
-                        return str(name)
+        for holder in _holders(frame):
+            for name, value in holder.items():
+                if isinstance(value, str) and value == text:
+                    return f"The setting {name}"
         frame = frame.f_back
-    return "of the configuration"
+    return "A setting of the configuration"
+
+
+def _holders(frame: types.FrameType) -> Iterator[Mapping[Any, Any]]:
+    """A caller's local names, the fields of their values, and those of each value's `cfg` and `args`."""
+    # The functions of fairseq.utils call every parameter x, which names no setting.
+    if frame.f_globals.get("__name__") == "fairseq.utils":
+        return
+    yield frame.f_locals
+    for fields in map(_fields, list(frame.f_locals.values())):
+        yield fields
+        for name in ("cfg", "args"):
+            yield _fields(fields.get(name))
 
 
 def _fields(value: Any) -> Mapping[Any, Any]:

@@ -19,7 +19,12 @@ from moa_fairseq.plugin.patches.table import patch
 
 MAX_BYTES = 1_000_000  # of NumPy's numbers in one file: a meter has some tens of bytes
 _TYPES = {"b1", "f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
-_BYTE_ORDERS = (*"<>=|",)  # little-endian, big-endian, the machine's; none for single bytes
+_BYTE_ORDERS = (
+    "<",
+    ">",
+    "=",
+    "|",
+)  # little-endian, big-endian, the machine's; none for single bytes
 
 
 def plain(value: Any, copies: dict[int, Any] | None = None) -> Any:
@@ -28,13 +33,15 @@ def plain(value: Any, copies: dict[int, Any] | None = None) -> Any:
     Args:
         value: dictionaries, lists, tuples and namespaces are copied; any other object that is not NumPy's is
             returned itself.
-        copies: the copies of containers by the id of the original; only the function's own calls pass it.
+        copies: the copies of containers by the id of the original, so that a container in several places, or
+            in itself, has one copy; only the function's own calls pass it.
     """
     copies = {} if copies is None else copies
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
+    copied: Any
     if isinstance(value, dict):
         # copy.copy also copies the attributes of a model's OrderedDict.
         copied = copies[id(value)] = copy.copy(value)
@@ -42,29 +49,23 @@ def plain(value: Any, copies: dict[int, Any] | None = None) -> Any:
         copied.update({plain(key, copies): plain(item, copies) for key, item in value.items()})
         return copied
     if isinstance(value, list):
-        items: list[Any] = []
-        copies[id(value)] = items
-        items += [plain(item, copies) for item in value]
-        return items
-    if type(value) is tuple:
-        copies[id(value)] = tuple(plain(item, copies) for item in value)
-        return copies[id(value)]
+        copied = copies[id(value)] = []
+        copied += [plain(item, copies) for item in value]
+        return copied
     if type(value) is Namespace:
-        settings = copies[id(value)] = Namespace()
-        vars(settings).update(plain(vars(value), copies))
-        return settings
+        copied = copies[id(value)] = Namespace()
+        vars(copied).update(plain(vars(value), copies))
+        return copied
+    if type(value) is tuple:
+        copied = copies[id(value)] = tuple(plain(item, copies) for item in value)
+        return copied
     return value
 
 
 class Budget:
-    """The bytes of NumPy's numbers that one file may still hold.
+    """The bytes of NumPy's numbers that one file may still hold."""
 
-    Args:
-        size: how many bytes the whole file may hold.
-    """
-
-    def __init__(self, size: int = MAX_BYTES) -> None:
-        self.left = size
+    left = MAX_BYTES
 
     def spend(self, size: int) -> None:
         """Subtract `size` bytes.
@@ -87,7 +88,8 @@ class _Dtype:
 
     def __setstate__(self, state: Any) -> None:
         _, order, *fields = state
-        if order not in _BYTE_ORDERS or fields[:3] != [None] * 3:
+        has_fields = fields[:3] != [None, None, None]  # it is a record or an array of smaller ones
+        if order not in _BYTE_ORDERS or has_fields:
             raise _refusal("dtype")
         self.code = order + self.code
 

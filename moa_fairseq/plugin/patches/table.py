@@ -16,8 +16,8 @@ class Patch(NamedTuple):
     """A change to fairseq or torch.
 
     Args:
-        what: "module:name" or "module:Class.name", modules separated by commas. A module with a * stands for
-            all loaded modules that have the name, or use Python's own function of that name.
+        target: "module:name" or "module:Class.name", modules separated by commas. A module with a * stands
+            for all loaded modules that have the name, or use Python's own function of that name.
         test: the test, as "file::name" under tests/.
         change: the new function or class. The first paragraph of its docstring says what it does, the second
             why it is needed.
@@ -25,7 +25,7 @@ class Patch(NamedTuple):
             it is None, `change` is called without arguments, and does everything itself.
     """
 
-    what: str
+    target: str
     test: str
     change: Callable
     way: Callable[[Any, Callable], Any] | None
@@ -37,22 +37,16 @@ class Patch(NamedTuple):
 
     def places(self) -> Iterator[tuple[Any, str]]:
         """(owner, name) of every function, class and module that this changes in this process."""
-        modules, _, path = self.what.partition(":")
+        modules, _, path = self.target.partition(":")
         *classes, name = path.split(".")
         for pattern in modules.split(", "):
             if "*" not in pattern:
                 yield pkgutil.resolve_name(":".join([pattern, *classes])), name
                 continue
-            for module, owner in list(sys.modules.items()):
-                if module == "__main__":  # the command that runs, with python -m
-                    module = getattr(getattr(owner, "__spec__", None), "name", None) or module
-                is_defined = hasattr(owner, name) != hasattr(builtins, name)
-                if (
-                    fnmatch.fnmatch(module, pattern)
-                    and isinstance(owner, types.ModuleType)
-                    and is_defined
-                ):
-                    yield owner, name
+            for module in _loaded(pattern):
+                # The module defines the name, or means Python's own function and defines nothing.
+                if hasattr(module, name) != hasattr(builtins, name):
+                    yield module, name
 
     def install(self) -> None:
         """Put the change in the original's place, everywhere in this process."""
@@ -68,6 +62,14 @@ class Patch(NamedTuple):
             names = getattr(original, "__globals__", {})
             if names.get(name) is original:
                 names[name] = changed
+
+
+def _loaded(pattern: str) -> Iterator[types.ModuleType]:
+    for name, module in list(sys.modules.items()):
+        if name == "__main__":  # the command that runs, with python -m
+            name = getattr(getattr(module, "__spec__", None), "name", None) or name
+        if fnmatch.fnmatch(name, pattern) and isinstance(module, types.ModuleType):
+            yield module
 
 
 ROWS: list[Patch] = []
@@ -99,16 +101,16 @@ def made_of(original: Any, change: Callable) -> Any:
 
 
 def patch(
-    what: str, test: str, way: Callable[[Any, Callable], Any] | None = wrapped_by
+    target: str, test: str, way: Callable[[Any, Callable], Any] | None = wrapped_by
 ) -> Callable:
     """A decorator that adds a row to the table.
 
     Args:
-        what, test, way: as in `Patch`; `change` is the decorated function or class, which is not altered.
+        target, test, way: as in `Patch`; `change` is the decorated function or class, which is not altered.
     """
 
     def add(change: Any) -> Any:
-        ROWS.append(Patch(what, test, change, way))
+        ROWS.append(Patch(target, test, change, way))
         return change
 
     return add

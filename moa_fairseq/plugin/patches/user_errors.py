@@ -22,8 +22,7 @@ from moa_fairseq.plugin.patches.table import made_of, patch
     made_of,
 )
 def one_paragraph(hook: Callable) -> Callable:
-    """The hook of Python that prints uncaught errors: `print_user_errors`, unless another program set its
-    own.
+    """`print_user_errors` as Python's hook for uncaught errors, unless another program set its own.
 
     An error that the user can fix ends in a traceback: now it is one paragraph.
     """
@@ -43,12 +42,11 @@ def print_user_errors(kind: type, error: BaseException, trace: types.TracebackTy
     if isinstance(error, FileNotFoundError):
         error = UserError(str(error))
     if isinstance(error, ProcessExitedException):  # fairseq starts a process for each GPU
-        ending = f"ended with {error.exit_code}"
-        if error.signal_name:
-            ending = f"was killed ({error.signal_name})"
-        remedy = "Look at this machine's memory, and start the same training again; it goes on from the last"
+        signal_name = error.signal_name
+        ending = f"was killed ({signal_name})" if signal_name else f"ended with {error.exit_code}"
         error = UserError(
-            f"Process {error.error_index} of this machine {ending}. {remedy} checkpoint."
+            f"Process {error.error_index} of this machine {ending}. Look at this machine's memory, and start "
+            "the same training again; it goes on from the last checkpoint."
         )
     # fairseq checks its flags by assertions.
     if isinstance(error, AssertionError) and str(error).startswith("--"):

@@ -158,7 +158,7 @@ def test_the_name_of_the_setting_is_said():
         _ = optimizer.optimizer_config
     with pytest.raises(UserError, match="The setting adaptive_softmax_cutoff is refused"):
         cutoffs(Namespace(arch="x", adaptive_softmax_cutoff="open('x')"))
-    with pytest.raises(UserError, match="The setting of the configuration is refused"):
+    with pytest.raises(UserError, match="A setting of the configuration is refused"):
         utils.eval_str_list("ope" + "n('y')")
     assert cutoffs(Namespace(adaptive_softmax_cutoff="[10, 20]")) == [10, 20]
     assert utils.eval_bool("True") is True and utils.eval_bool(None, default=True) is True
