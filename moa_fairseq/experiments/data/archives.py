@@ -23,9 +23,22 @@ BLOCK = 1 << 20
 MOST_BYTES = 256 << 20  # the most that `contents` holds in memory
 # What the standard library raises for damaged bytes, including bad numbers, names and sizes.
 _DAMAGED = (
-    *(EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
-    *(ValueError, OverflowError, struct.error, IndexError),
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    ValueError,
+    OverflowError,
+    struct.error,
+    IndexError,
 )
+_OPENERS: dict[str, Callable[..., Any]] = {
+    ".tar": open,
+    ".gz": gzip.open,
+    ".tgz": gzip.open,
+    ".xz": lzma.open,
+}
 # The path of a file in an archive, and a function that opens it
 Member = tuple[str, Callable[[], IO[bytes]]]
 
@@ -91,9 +104,9 @@ def contents(archive: Path) -> dict[str, bytes]:
         for path, open_member in _members(archive):
             data = bytearray()
             with open_member() as content:
-                while budget >= 0 and (block := content.read(BLOCK)):
+                while len(data) <= budget and (block := content.read(BLOCK)):
                     data += block
-                    budget -= len(block)
+            budget -= len(data)
             if budget < 0:
                 raise UserError(
                     f"{archive} has more than {MOST_BYTES:,} bytes unpacked. Unpack it by hand."
@@ -128,7 +141,7 @@ def _errors_for_users(archive: Path) -> Iterator[None]:
     """Turn errors of reading an archive into errors for users."""
     try:
         yield
-    # zipfile's error for an encrypted member; its NotImplementedError, for an unknown compression, is one too
+    # Raised below, and by zipfile for an encrypted member or an unknown compression
     except RuntimeError as error:
         remedy = "Unpack it with the program that made it, and give --data the folder"
         raise UserError(f"This program cannot unpack {archive} ({error}). {remedy}.") from error
@@ -162,15 +175,11 @@ class _Blocks:
 
 def _members(archive: Path) -> Iterator[Member]:
     """Each ordinary file in the archive, in one pass: a large archive is decompressed only once."""
-    if not archive.name.endswith((".tar", "gz", ".xz")):
+    opener = _OPENERS.get(archive.suffix)
+    if not opener:
         with zipfile.ZipFile(archive) as package:
             yield from _zip_members(package)
         return
-    opener: Callable[..., Any] = open
-    if archive.name.endswith("gz"):
-        opener = gzip.open
-    elif archive.name.endswith(".xz"):
-        opener = lzma.open
     with opener(archive, "rb") as stream:
         yield from _tar_members(stream)
         while stream.read(BLOCK):  # to the very end, where gzip stores its checksum

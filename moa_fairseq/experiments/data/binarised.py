@@ -17,6 +17,8 @@ LABEL = "label"
 # sizes (int32) and byte offsets (int64) of all sentences.
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQ")
+_ENTRY_BYTES = 4 + 8  # a size and an offset
+# Type code → bytes of a symbol
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 8, 8: 2, 9: 4, 10: 8}
 _AGAIN = "Delete the folder and prepare it again."
 
@@ -40,22 +42,29 @@ def check_place(folder: Path) -> None:
     """Raise UserError for a data folder whose path fairseq would split, at a comma or a colon."""
     for separator, path in ((",", folder), (":", folder.resolve())):
         if separator in str(path):
-            reason = f"fairseq takes the {separator!r} in its path for the end of the path"
-            remedy = "Rename or move the folder"
-            raise UserError(f"fairseq cannot read the data folder {folder}: {reason}. {remedy}.")
+            raise UserError(
+                f"fairseq cannot read the data folder {folder}: it takes the {separator!r} in its path for "
+                "the end of the path. Rename or move the folder."
+            )
 
 
 def is_binarised(folder: Path) -> bool:
     """True for a folder that fairseq-preprocess wrote to, complete or not, for any kind of model."""
-    is_flat = (folder / DICTIONARY).is_file() and any(folder.glob("*.idx"))
-    return folder.is_dir() and (
-        is_flat or any(folder.glob("dict.*.txt")) or is_classification(folder)
-    )
+    if not folder.is_dir():
+        return False
+    is_of_one_language = (folder / DICTIONARY).is_file() and any(folder.glob("*.idx"))
+    is_of_two_languages = any(folder.glob("dict.*.txt"))
+    return is_of_one_language or is_of_two_languages or is_classification(folder)
 
 
 def is_classification(folder: Path) -> bool:
     """True for a binarised folder of `sentence_prediction`, complete or not."""
     return (folder / INPUT / DICTIONARY).is_file() and any((folder / INPUT).glob("*.idx"))
+
+
+def _sides(folder: Path) -> tuple[str, ...]:
+    """The subfolders of a binarised folder in one language, "" for the folder itself."""
+    return (INPUT, LABEL) if is_classification(folder) else ("",)
 
 
 def check_binarised(
@@ -79,11 +88,9 @@ def check_binarised(
     if not folder.is_dir():
         remedy = "Run the prepare stage, or give --data a folder made by fairseq-preprocess"
         raise UserError(f"There is no binarised data folder {folder}. {remedy}.")
-    folders = (INPUT, LABEL) if is_classification(folder) else ("",)
-    names = [f"dict.{language}.txt" for language in languages]
+    dictionaries = [folder / f"dict.{language}.txt" for language in languages]
     if not languages:
-        names = [f"{side}/{DICTIONARY}".lstrip("/") for side in folders]
-    dictionaries = list(map(folder.joinpath, names))
+        dictionaries = [folder / side / DICTIONARY for side in _sides(folder)]
     for path in dictionaries:
         _require(path)
     if joined and len(set(map(Path.read_bytes, dictionaries))) > 1:
@@ -95,10 +102,10 @@ def check_binarised(
     for subset in subsets:
         stems = subset_stems(folder, languages, subset)
         counts = {name: check_stem(stem) for name, stem in stems.items()}
-        if len(set(counts.values())) > 1:
+        sentences[subset] = max(counts.values())
+        if min(counts.values()) < sentences[subset]:
             sizes = " and ".join(f"{count:,} {name}" for name, count in counts.items())
             raise UserError(f"{folder}: subset {subset} has {sizes} sentences. {_AGAIN}")
-        sentences[subset] = max(counts.values())
     return sentences
 
 
@@ -109,7 +116,7 @@ def _require(path: Path, size: int | None = None) -> None:
         raise UserError(
             f"{path} is missing or empty, but fairseq needs it for this kind of data. {_AGAIN}"
         )
-    if size not in (None, actual):
+    if size is not None and size != actual:
         raise UserError(f"{path} is cut off: it has {actual:,} bytes instead of {size:,}. {_AGAIN}")
 
 
@@ -127,8 +134,7 @@ def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> dict[st
         Language (for a classifier INPUT and LABEL, for a language model "") → path without ending.
     """
     if not languages:
-        sides = (INPUT, LABEL) if is_classification(folder) else ("",)
-        return {side: folder / side / subset for side in sides}
+        return {side: folder / side / subset for side in _sides(folder)}
     straight = "-".join(languages)
     reverse = "-".join(reversed(languages))
     stem = f"{subset}.{straight}"
@@ -156,7 +162,7 @@ def check_stem(stem: Path) -> int:
         if magic != _MAGIC or version != 1 or code not in _ITEM_BYTES:
             remedy = "Binarise with the installed fairseq-preprocess and its default --dataset-impl"
             raise UserError(f"{index} is not an index in fairseq's mmap format. {remedy}.")
-        _require(index, _HEADER.size + count * 12)
+        _require(index, _HEADER.size + count * _ENTRY_BYTES)
         if not count:
             raise UserError(f"{index} has no sentences. {_AGAIN}")
         sizes = numpy.frombuffer(stream.read(4 * count), dtype=numpy.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ TRANSLATION = "translation"
 LANGUAGE_MODELING = "language_modeling"
 MASKED_LM = "masked_lm"
 CLASSIFICATION = "classification"
+KINDS = (TRANSLATION, LANGUAGE_MODELING, MASKED_LM, CLASSIFICATION)
 # How words are segmented: by joint merges of tokenised text, or into pieces of raw text.
 SUBWORD_NMT = "subword_nmt"
 SENTENCEPIECE = "sentencepiece"
@@ -128,6 +129,11 @@ class Dataset:
         kind: TRANSLATION, LANGUAGE_MODELING, MASKED_LM or CLASSIFICATION.
         summary: one line for readers.
         splits: split → its parts, read one after the other.
+        expected: split → published or known number of lines.
+        preprocess: further flags of fairseq-preprocess.
+        bring: the files that --data must contain, for people.
+        licence: the terms of use, for people.
+        disk: gigabytes needed for a complete preparation.
         languages: the languages, of which the user selects two; the usual source and target come first. ()
             for text in one language, and for the user's own text.
         steps: split, or "other" for splits without an entry → its line functions: names, or name → options.
@@ -136,10 +142,9 @@ class Dataset:
         hold_out: the lines of the training text that become another split.
         merges: the number of BPE merges, learned on both sides of the training text together.
         joined_dictionary: True if both languages share one dictionary.
-        preprocess: further flags of fairseq-preprocess.
         codes: the file of the merges by which a published text was segmented.
-        expected: split → published or known number of lines.
-        bring: the files that --data must contain, for people.
+        published: languages, merges and md5 of the published segmented text.
+        raw: for a segmented text, the name of the data set whose steps process raw text of the same kind.
         encoder: the tokeniser of text in one language: words, sentencepiece, bytes, or none if nothing is
             binarised.
         pieces: number of SentencePiece pieces to learn.
@@ -147,40 +152,39 @@ class Dataset:
         tokens: split → number of pieces to use, from the beginning; other splits are used completely.
         learn_on: the number of parts of the training text on which SentencePiece learns, with `tokens`.
         byte_splits: split → number of bytes, in the order in which the splits are cut from one file.
-        published: languages, merges and md5 of the published segmented text.
-        generated: the settings of `ListOps`, for generated data.
         words: split → number of words of the published text, where the end of each line counts as a word.
-        licence: the terms of use, for people.
-        disk: gigabytes needed for a complete preparation.
-        raw: for a segmented text, the name of the data set whose steps process raw text of the same kind.
+        generated: the settings of `ListOps`, for generated data.
     """
 
     name: str
     kind: str
     summary: str
     splits: Mapping[str, Sequence[Part]] = dataclasses.field(default_factory=dict)
+    expected: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    preprocess: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bring: str = ""
+    licence: str = ""
+    disk: float = 0
+    # Translation
     languages: Sequence[str] = ()
     steps: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     clean: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     hold_out: HoldOut | None = None
     merges: int | None = None
     joined_dictionary: bool = True
-    preprocess: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     codes: Part | None = None
-    expected: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    bring: str = ""
+    published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    raw: str = ""
+    # Text in one language
     encoder: str = ""
     pieces: int = 0
     released_pieces: bool = False
     tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
     learn_on: int = 1
     byte_splits: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    generated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     words: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    licence: str = ""
-    disk: float = 0
-    raw: str = ""
+    # Generated data
+    generated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def downloadable(self) -> bool:
@@ -224,11 +228,9 @@ class Dataset:
         Args:
             languages: the languages of the texts; (): all that the data set has.
         """
-        names: dict[str, None] = {}
-        for language in languages or self.languages or ("",):
-            for part in _flat(self.parts((language,) if language else ())):
-                if part.source:
-                    names[part.source] = None
+        sides = [[language] for language in languages or self.languages] or [[]]
+        parts = itertools.chain.from_iterable(_flat(self.parts(side)) for side in sides)
+        names = dict.fromkeys(part.source for part in parts if part.source)
         return [public_files()[name] for name in names]
 
     @property
@@ -249,12 +251,14 @@ class Dataset:
                 the data set has no line functions.
         """
         rows = self.steps.get(split, self.steps.get("other", ()))
-        rows = rows or (_WITH_LANGUAGE if settings.get("tokenize") else ())
+        if not rows and settings.get("tokenize"):
+            rows = _WITH_LANGUAGE
         steps = []
         for row in rows:
-            name, options = (row, {}) if isinstance(row, str) else next(iter(row.items()))
-            lang = {"lang": language} if name in _WITH_LANGUAGE else {}
-            steps.append((name, options | lang))
+            options_of = {row: {}} if isinstance(row, str) else row
+            for name, options in options_of.items():
+                lang = {"lang": language} if name in _WITH_LANGUAGE else {}
+                steps.append((name, options | lang))
         if settings.get("lowercase") and "lowercase" not in dict(steps):
             steps.insert(0, ("lowercase", {}))
         return tuple(steps)
@@ -288,10 +292,10 @@ class Dataset:
             raw: True to apply this data set's line functions to the text.
         """
         parallel = datasets()["parallel"]
+        if not raw:
+            return parallel
         steps = {"other": self.steps.get("test", ()), **self.steps}
-        if raw:
-            return dataclasses.replace(parallel, steps=steps, clean=self.clean)
-        return parallel
+        return dataclasses.replace(parallel, steps=steps, clean=self.clean)
 
     def cleaning(self, stage: str, split: str) -> Cleaning | None:
         """The filter for pairs of a split after a stage, or None.
@@ -302,9 +306,7 @@ class Dataset:
         """
         if self.clean.get("after") != stage or split not in self.clean.get("splits", ["train"]):
             return None
-        rules = dict(self.clean)
-        rules.pop("after", None)
-        rules.pop("splits", None)
+        rules = {key: self.clean[key] for key in self.clean if key not in ("after", "splits")}
         return Cleaning(**rules)
 
 
@@ -327,35 +329,43 @@ def public_files() -> dict[str, PublicFile]:
     files = {}
     for name, row in table["files"].items():
         folder, _, base = name.rpartition("/")
-        about = dict(row)
-        shards = about.pop("shards", 1)
-        urls = about.pop("urls", None)
-        if urls is None:
-            urls = [f"{place}/{base}" for place in table["places"].get(folder, ())]
+        fields = dict(row)
+        shards = fields.pop("shards", 1)
+        places = [f"{place}/{base}" for place in table["places"].get(folder, ())]
+        urls = fields.pop("urls", places)
         for number in range(shards):
             shard = f"{number:05d}"
-            file_name = name.replace(SHARD, shard)
-            addresses = tuple(url.replace(SHARD, shard) for url in urls)
-            files[file_name] = PublicFile(file_name, addresses, **about)
+            file = PublicFile(
+                name.replace(SHARD, shard),
+                tuple(url.replace(SHARD, shard) for url in urls),
+                **fields,
+            )
+            files[file.name] = file
     return files
 
 
 @functools.lru_cache(maxsize=1)
 def datasets() -> dict[str, Dataset]:
     """All data sets of datasets.yaml, by name."""
+    table = _table()
+    found = {}
+    for kind in KINDS:
+        for name, row in table[kind].items():
+            found[name] = _dataset(name, kind, row)
+    return found
 
-    def part(row: dict[str, Any]) -> Part:
-        return Part(**row)._replace(members=tuple(row["members"]))
 
-    makers: dict[str, Callable[[Any], Any]] = {
-        "splits": lambda rows: {split: [*map(part, parts)] for split, parts in rows.items()},
-        "hold_out": lambda row: HoldOut(**row),
-        "codes": part,
-    }
-    table = {}
-    for kind, rows in _table().items():
-        if kind not in ("places", "files"):
-            for name, row in rows.items():
-                values = {key: make(row[key]) for key, make in makers.items() if key in row}
-                table[name] = Dataset(name, kind, **(row | values))
-    return table
+def _dataset(name: str, kind: str, row: dict[str, Any]) -> Dataset:
+    """The data set that a row of the table describes."""
+    values = dict(row, splits={})
+    for split, parts in row.get("splits", {}).items():
+        values["splits"][split] = list(map(_part, parts))
+    if "codes" in row:
+        values["codes"] = _part(row["codes"])
+    if "hold_out" in row:
+        values["hold_out"] = HoldOut(**row["hold_out"])
+    return Dataset(name, kind, **values)
+
+
+def _part(row: dict[str, Any]) -> Part:
+    return Part(**row)._replace(members=tuple(row["members"]))

@@ -52,7 +52,7 @@ from moa_fairseq.process.signals import terminate_as_interrupt
 ANY_ORDER = True
 
 
-def names() -> dict[str, Dataset]:
+def preparable() -> dict[str, Dataset]:
     """The data sets that can be prepared: public, generated, or the user's text."""
     items = datasets().items()
     return {name: dataset for name, dataset in items if dataset.downloadable or dataset.bring}
@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_file_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    about = "; ".join(f"{name}: {dataset.summary}" for name, dataset in names().items())
-    add("name", metavar="NAME", choices=sorted(names()), help=about)
+    about = "; ".join(f"{name}: {dataset.summary}" for name, dataset in preparable().items())
+    add("name", metavar="NAME", choices=sorted(preparable()), help=about)
     add("output", type=Path, nargs="?", metavar="OUT", help="output folder (default: data/NAME)")
     add(
         "--from",
@@ -209,12 +209,14 @@ def run(args: argparse.Namespace) -> int:
 def _dataset(args: argparse.Namespace) -> Dataset:
     """The requested data set, with its sizes and seed."""
     name = f"{args.name}_{args.flavour}" if args.flavour else args.name
-    if name not in names():
+    if name not in preparable():
         prefix = f"{args.name}_"
-        flavours = [other.removeprefix(prefix) for other in names() if other.startswith(prefix)]
+        flavours = [
+            other.removeprefix(prefix) for other in preparable() if other.startswith(prefix)
+        ]
         remedy = f"Choose one of {', '.join(flavours)}" if flavours else "Leave the flag out"
         raise UserError(f"--flavour {args.flavour}: {args.name} has no such variant. {remedy}.")
-    dataset = names()[name]
+    dataset = preparable()[name]
     generated = dict(dataset.generated)
     if args.seed is not None:
         generated["seed"] = args.seed
@@ -251,7 +253,7 @@ def _invalid_values(args: argparse.Namespace) -> Iterator[str]:
 def _dataset_problems(args: argparse.Namespace, dataset: Dataset) -> Iterator[str]:
     """Flags without effect on the data set, and flags that it needs."""
     name = dataset.name
-    is_generated = bool(names()[name].generated)  # `dataset` also has --seed and --sizes there
+    is_generated = bool(preparable()[name].generated)  # `dataset` also has --seed and --sizes there
     if args.at_hand and is_generated:
         yield f"{name} is generated and reads no files: leave --from out"
     if (args.sizes or args.seed is not None) and not is_generated:
@@ -275,10 +277,10 @@ def _dataset_problems(args: argparse.Namespace, dataset: Dataset) -> Iterator[st
 def _segmentation_problems(args: argparse.Namespace, dataset: Dataset) -> Iterator[str]:
     """Flags of a segmentation that the data set does not use."""
     name = dataset.name
+    is_text_sp = name == "text_sp"
     by_pieces = args.segmentation == SENTENCEPIECE
-    learns_pieces = by_pieces or name == "text_sp"
     is_fixed = dataset.kind != TRANSLATION or dataset.codes is not None
-    if args.bpe is not None and is_fixed and name != "text_sp":
+    if args.bpe is not None and is_fixed and not is_text_sp:
         yield f"{name} has a fixed segmentation: leave --bpe out"
     if by_pieces and name != "parallel":
         yield f"{name} has a fixed segmentation: leave --segmentation out"
@@ -286,16 +288,20 @@ def _segmentation_problems(args: argparse.Namespace, dataset: Dataset) -> Iterat
         yield "--bpe 0: --segmentation sentencepiece needs pieces"
     if not by_pieces and (args.piece_model or args.byte_fallback is not None):
         yield "--piece-model and --byte-fallback need --segmentation sentencepiece"
-    if not learns_pieces and args.character_coverage is not None:
+    if args.character_coverage is not None and not by_pieces and not is_text_sp:
         yield "--character-coverage needs text_sp or --segmentation sentencepiece"
-    if name == "text_sp" and args.bpe == 0:
+    if is_text_sp and args.bpe == 0:
         yield "--bpe 0: text_sp needs pieces"
 
 
 def _settings(dataset: Dataset, args: argparse.Namespace) -> Values:
     """A recipe's data section with the data set's defaults."""
-    settings: Values = {"recipe": dataset.name, "flags": {}}
-    settings.update(character_coverage=args.character_coverage, allow_unknown=args.allow_unknown)
+    settings: Values = {
+        "recipe": dataset.name,
+        "flags": {},
+        "character_coverage": args.character_coverage,
+        "allow_unknown": args.allow_unknown,
+    }
     if dataset.kind != TRANSLATION:
         return settings | {"bpe": args.bpe, "tokens": args.tokens}
     source, target = _languages(dataset, args)
@@ -315,9 +321,11 @@ def _settings(dataset: Dataset, args: argparse.Namespace) -> Values:
 
 def _languages(dataset: Dataset, args: argparse.Namespace) -> tuple[str, str]:
     """The source and the target language; if one is given, the other is the data set's other language."""
-    first, second = dataset.languages[:2] or (args.source, args.target)
-    source = args.source or (second if args.target == first else first)
-    target = args.target or (first if args.source == second else second)
+    source, target = dataset.languages[:2] or (args.source, args.target)
+    if args.source == target or args.target == source:
+        source, target = target, source
+    source = args.source or source
+    target = args.target or target
     if source == target:
         raise UserError(f"--source and --target are both {source!r}. Give two languages.")
     return source, target

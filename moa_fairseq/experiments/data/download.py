@@ -34,6 +34,8 @@ HEADERS = {
     "User-Agent": "Mozilla/5.0 (compatible; moa_fairseq data preparation)",
     "Accept-Encoding": "identity",
 }
+_PARTIAL_CONTENT = 206
+_RANGE_BEYOND_END = 416  # the answer if the part file has all bytes already
 PIP = "pip:"
 _PIP_FLAGS = (
     "--quiet --no-input --disable-pip-version-check --no-deps --only-binary :all: --require-hashes "
@@ -80,15 +82,14 @@ def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str]
     if source.size is not None and size != source.size:
         return f"has {size:,} bytes instead of {source.size:,}"
     kind = source.name.rpartition(".")[2]
-    if kind in ("gz", "tgz"):
-        is_of_kind = head.startswith(b"\x1f\x8b")
-        kind = "gzip"
-    elif kind == "zip":
-        is_of_kind = zipfile.is_zipfile(path)
-    else:
-        is_of_kind = tarfile.is_tarfile(path) if kind == "tar" else bool(head)
-    if not is_of_kind:
-        return f"is not a {kind} file"
+    if kind in ("gz", "tgz") and not head.startswith(b"\x1f\x8b"):
+        return "is not a gzip file"
+    if kind == "zip" and not zipfile.is_zipfile(path):
+        return "is not a zip file"
+    if kind == "tar" and not tarfile.is_tarfile(path):
+        return "is not a tar file"
+    if not head:
+        return "is empty"
     algorithm = "sha256" if source.sha256 else "md5"
     expected = getattr(source, algorithm)
     if expected and (actual := digest(path, algorithm)) != expected:
@@ -124,16 +125,9 @@ def obtain(
         path = folder / name
         if not path.is_file():
             continue
-        flaw = find_flaw(path, source, digest)
-        if not flaw:
-            return path
-        unpack = ""
-        if base.endswith((".tgz", ".tar.gz", ".tar", ".zip")):
-            unpack = ", or unpack it in its folder: unpacked files are also used"
-        problem = f"{path} is not the file that the recipe needs: it {flaw}"
-        raise Unavailable(
-            f"{problem}. Move it away, so that it is downloaded from {source.urls[0]}{unpack}."
-        )
+        if flaw := find_flaw(path, source, digest):
+            raise _wrong_file(path, flaw, source)
+        return path
     path = kept / source.name
     if path.is_file() and not find_flaw(path, source, digest):
         return path
@@ -144,6 +138,17 @@ def obtain(
         reason = "--offline forbids downloads"
         raise Unavailable(f"{base} is not in {places}, and {reason}. {remedy}", reason)
     return download(source, kept, pauses)
+
+
+def _wrong_file(path: Path, flaw: str, source: PublicFile) -> Unavailable:
+    """The error for a file of the user that has the name of a public file, but is another one."""
+    unpack = ""
+    if path.name.endswith((".tgz", ".tar.gz", ".tar", ".zip")):
+        unpack = ", or unpack it in its folder: unpacked files are also used"
+    return Unavailable(
+        f"{path} is not the file that the recipe needs: it {flaw}. Move it away, so that it is downloaded "
+        f"from {source.urls[0]}{unpack}."
+    )
 
 
 def download(source: PublicFile, folder: Path, pauses: Sequence[float] | None = None) -> Path:
@@ -168,11 +173,10 @@ def download(source: PublicFile, folder: Path, pauses: Sequence[float] | None = 
         for url in source.urls:
             try:
                 _fetch(url, source, part, PAUSES if pauses is None else pauses)
+                os.replace(part, target)
+                return target
             except _Refused as refusal:
                 failures.append(f"{url}: {refusal}")
-                continue
-            os.replace(part, target)
-            return target
     fetch = "fetch the file in another way and give its folder with --from (`moa-fairseq recipe`: --data)"
     otherwise = source.remedy or f"Run the same command again, or {fetch}."
     reason = "; ".join(failures)
@@ -182,37 +186,44 @@ def download(source: PublicFile, folder: Path, pauses: Sequence[float] | None = 
 def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) -> None:
     """Receive the file at `url` into `part` and check it. Raises _Refused if that fails."""
     log.info(f"downloading {url}")
-    resumable = source.pinned and part.is_file()
-    for pause in (*pauses, None):
+    is_resumed = _received(source, part) > 0
+    _receive_with_retries(url, source, part, pauses)
+    flaw = find_flaw(part, source)
+    if not flaw:
+        return
+    part.unlink()
+    if not is_resumed:
+        raise _Refused(f"the served file {flaw}")
+    log.info(f"the file received in parts {flaw}; downloading all of it again")
+    _fetch(url, source, part, pauses)
+
+
+def _receive_with_retries(
+    url: str, source: PublicFile, part: Path, pauses: Sequence[float]
+) -> None:
+    """Receive the file, and try again after each pause. Raises _Refused if the last try fails."""
+    for pause in (0, *pauses):
+        time.sleep(pause)
         try:
             if url.startswith(PIP):
                 _fetch_by_pip(url.removeprefix(PIP), source, part)
             else:
                 _receive(url, source, part)
-            break
+            return
         except requests.HTTPError as error:
             assert error.response is not None  # raise_for_status gives the answer along
             status = error.response.status_code
             reason = f"HTTP {status} {error.response.reason}"
-            if status < 500 and status not in (408, 429):
+            if status < 500 and status not in (408, 429):  # another try would get the same answer
                 raise _Refused(reason) from error
         except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
             # The innermost reason, without the object's repr; a redirect may lead to no address.
             inner = error.args[0] if error.args else error
             reason = re.sub(r"^(<.*?>|\w+\(.*?\)): ", "", str(getattr(inner, "reason", inner)))
-        if pause is None:
-            received = _received(source, part)
-            if received:
-                reason += f" ({received:,} bytes were received and saved)"
-            raise _Refused(reason)
-        time.sleep(pause)
-    flaw = find_flaw(part, source)
-    if flaw:
-        part.unlink()
-        if not resumable:
-            raise _Refused(f"the served file {flaw}")
-        log.info(f"the file received in parts {flaw}; downloading all of it again")
-        _fetch(url, source, part, pauses)
+    received = _received(source, part)
+    if received:
+        reason += f" ({received:,} bytes were received and saved)"
+    raise _Refused(reason)
 
 
 def _received(source: PublicFile, part: Path) -> int:
@@ -225,41 +236,41 @@ def _received(source: PublicFile, part: Path) -> int:
 def _receive(url: str, source: PublicFile, part: Path) -> None:
     """Receive the file by one request, which resumes from the part file if the checksum is published."""
     received = _received(source, part)
-    range_header = {"Range": f"bytes={received}-"} if received else {}
-    headers = HEADERS | range_header
-    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
-        status = answer.status_code
-        if status != 416 or not received:
+    span = {"Range": f"bytes={received}-"} if received else {}
+    with requests.get(url, headers=HEADERS | span, stream=True, timeout=TIMEOUT) as answer:
+        is_complete = received and answer.status_code == _RANGE_BEYOND_END
+        if not is_complete:
             answer.raise_for_status()
         if "text/html" in answer.headers.get("Content-Type", ""):
             raise _Refused("the answer is a web page instead of the file")
         total = _total_bytes(answer, received)
         if source.size and total not in (0, source.size):
             raise _Refused(f"the served file has {total:,} bytes instead of {source.size:,}")
-        if status == 416:
-            return  # all bytes are there: the caller checks whether this is the file
-        # An answer without a size in its header may never end
-        limit = source.size
-        rule = "the file has"
-        if not limit and source.about:
-            limit = 2 * source.about
-            rule = "are twice its known size"
-        begin = received if status == 206 else 0
-        bar = {"initial": begin, "desc": part.name, "disable": None, "leave": False}
-        # If a server sends all bytes again, they overwrite the part file: an interruption loses nothing.
-        with open(part, "r+b" if received else "wb") as stream:
-            stream.seek(begin)
-            with tqdm.wrapattr(stream, "write", total or None, **bar) as output:
-                for block in iter(lambda: answer.raw.read1(BLOCK, decode_content=False), b""):
-                    if limit and stream.tell() + len(block) > limit:
-                        part.unlink()
-                        raise _Refused(
-                            f"the server sends more than the {limit:,} bytes that {rule}"
-                        )
-                    output.write(block)
-            if stream.tell() < total:
-                raise requests.ConnectionError("the connection was interrupted")
-            stream.truncate()
+        if not is_complete:
+            _save(answer, source, part, received, total)
+
+
+def _save(
+    answer: requests.Response, source: PublicFile, part: Path, received: int, total: int
+) -> None:
+    """Write the bytes of an answer to the part file."""
+    # An answer without a size in its header may never end
+    limit = source.size or 2 * source.bytes
+    rule = "the file has" if source.size else "are twice its known size"
+    begin = received if answer.status_code == _PARTIAL_CONTENT else 0
+    bar = {"initial": begin, "desc": part.name, "disable": None, "leave": False}
+    # If a server sends all bytes again, they overwrite the part file: an interruption loses nothing.
+    with open(part, "r+b" if received else "wb") as stream:
+        stream.seek(begin)
+        with tqdm.wrapattr(stream, "write", total or None, **bar) as output:
+            for block in iter(lambda: answer.raw.read1(BLOCK, decode_content=False), b""):
+                if limit and stream.tell() + len(block) > limit:
+                    part.unlink()
+                    raise _Refused(f"the server sends more than the {limit:,} bytes that {rule}")
+                output.write(block)
+        if stream.tell() < total:
+            raise requests.ConnectionError("the connection was interrupted")
+        stream.truncate()
 
 
 def _total_bytes(answer: requests.Response, received: int) -> int:
@@ -268,11 +279,11 @@ def _total_bytes(answer: requests.Response, received: int) -> int:
     if not re.fullmatch(r"\d{1,18}", length):
         raise _Refused(f"the answer's size is not a number (Content-Length: {length[:40]!r})")
     span = re.match(r"bytes (?:(\d+)-\d+|\*)/(\d{1,18})$", answer.headers.get("Content-Range", ""))
-    if answer.status_code == 206 and (not span or span[1] != str(received)):
+    if answer.status_code == _PARTIAL_CONTENT and (not span or span[1] != str(received)):
         raise _Refused("the answer is another part of the file than requested")
     if span:
         return int(span[2])
-    return 0 if answer.status_code == 416 else int(length)
+    return 0 if answer.status_code == _RANGE_BEYOND_END else int(length)
 
 
 def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
@@ -286,7 +297,7 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
     options: dict[str, Any] = {
         "stdin": subprocess.DEVNULL,
         "capture_output": True,
-        "timeout": PIP_TIMEOUT + (source.size or source.about or 0) // PIP_RATE,
+        "timeout": PIP_TIMEOUT + source.bytes // PIP_RATE,
     }
     try:
         pins.write_text(f"{requirement} --hash=sha256:{source.sha256}\n", "utf-8")
@@ -316,9 +327,9 @@ def _pip_command(wheel: str) -> list[str]:
 def _pip_failure(messages: str) -> str:
     """pip's errors, or its last line, and whether there is no connection."""
     lines = list(filter(None, map(str.strip, messages.splitlines())))
-    errors = [line for line in lines if line.startswith("ERROR")]
-    errors = errors or lines[-1:] or ["no reason given"]
-    reason = f"pip says: {' '.join(errors)[:600].rstrip('.')}"
+    errors = " ".join(line for line in lines if line.startswith("ERROR"))
+    last = lines[-1] if lines else "no reason given"
+    reason = f"pip says: {(errors or last)[:600].rstrip('.')}"
     if re.search("NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", messages):
         return f"no connection; {reason}"
     return reason

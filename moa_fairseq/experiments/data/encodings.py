@@ -29,41 +29,45 @@ def pipe_command(path: Path, *programs: str) -> str:
 
 def encoding_remedy(path: Path) -> str:
     """How to convert a file that is not UTF-8, guessed from its bytes; for the end of an error."""
-    sample = b""  # the lines that are not UTF-8
-    has_utf8 = False
+    foreign = b""  # the lines that are not UTF-8
+    has_utf8 = False  # whether another line has UTF-8 letters
     with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
         for line in iter(lambda: stream.readline(_SAMPLE_BYTES), b""):
             if b"\0" in line:  # UTF-16 and UTF-32 have other line ends, so a line means nothing
                 stream.seek(0)
-                sample = stream.read(_SAMPLE_BYTES)
-                if sample.count(b"\0") < _LEAST_NULS * len(sample):
+                head = stream.read(_SAMPLE_BYTES)
+                if head.count(b"\0") < _LEAST_NULS * len(head):
                     return "Remove it: " + pipe_command(path, "tr -d '\\000'")
-                has_utf8 = False
-                break
+                return _conversion(path, head)
             try:
                 has_utf8 = has_utf8 or not line.decode("utf-8-sig").isascii()
             except UnicodeDecodeError:
-                sample += line
-            if len(sample) > _SAMPLE_BYTES:
+                foreign += line
+            if len(foreign) > _SAMPLE_BYTES:
                 break
     if has_utf8:
         return (
             "Other lines are UTF-8: correct or remove the lines that are not; "
             "iconv would spoil the others."
         )
+    return _conversion(path, foreign)
+
+
+def _conversion(path: Path, sample: bytes) -> str:
+    """The remedy that converts a file from the encoding of its sample."""
     guesses = {guess.encoding: guess for guess in from_bytes(sample)}
     if not guesses:
         return "Its bytes do not show its encoding: find out how it was written, or fetch it again."
     # charset-normalizer often prefers CP1250, which is rarer than CP1252
     guess = guesses.get("cp1252") or next(iter(guesses.values()))
-    name = codecs.lookup(guess.encoding).name.upper().replace("_", "-")  # iso8859-1, not latin_1
-    name = name.replace("-LE", "LE").replace("-BE", "BE")  # iconv's spelling of UTF-16
+    # iconv's spelling: ISO8859-1, not latin_1; UTF-16LE, not UTF-16-LE
+    name = codecs.lookup(guess.encoding).name.upper().replace("_", "-")
+    name = name.replace("-LE", "LE").replace("-BE", "BE")
     text = str(guess)
-    words = re.search(r"[^\r\n]{0,20}[^\x00-\x7f][^\r\n]{0,20}", text) or re.search(
-        r".{1,20}", text
-    )
+    letter = re.search(r"[^\r\n]{0,20}[^\x00-\x7f][^\r\n]{0,20}", text)
+    excerpt = letter[0] if letter else text[:20]
     command = pipe_command(path, f"iconv -f {name} -t utf-8")
     return (
-        f"Its encoding may be {name}, which gives {words and words[0]!r}. If that text is wrong, write "
+        f"Its encoding may be {name}, which gives {excerpt!r}. If that text is wrong, write "
         f"another encoding in this command (iconv -l lists them): {command}"
     )

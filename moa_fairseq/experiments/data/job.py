@@ -5,7 +5,6 @@ import functools
 import itertools
 import logging
 import os
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,17 +74,16 @@ class PreparationJob:
     def data(self) -> Dataset:
         """The data set; `parallel` if the source has the user's own text instead of archives."""
         dataset = self.dataset or datasets()[self.settings["recipe"]]
-        splits = []
-        if dataset.archives:
-            splits = [f"train.{language}" for language in self.languages]
-        if self.source and splits and all(find_file(self.source, name) for name in splits):
-            is_raw = bool(self.settings.get("tokenize"))
-            content = "tokenised and cleaned text"
-            if is_raw:
-                content = f"raw text, to be processed by the steps of {dataset.name}"
-            log.info("%s has %s: used as %s", self.source, " and ".join(splits), content)
-            return dataset.of_own_text(is_raw)
-        return dataset
+        texts = [f"train.{language}" for language in self.languages]
+        has_texts = texts and all(find_file(self.source, name) for name in texts)
+        if not dataset.archives or not has_texts:
+            return dataset
+        is_raw = bool(self.settings.get("tokenize"))
+        content = "tokenised and cleaned text"
+        if is_raw:
+            content = f"raw text, to be processed by the steps of {dataset.name}"
+        log.info(f"{self.source} has {' and '.join(texts)}: used as {content}")
+        return dataset.of_own_text(is_raw)
 
     @functools.cached_property
     def store(self) -> Store:
@@ -95,7 +93,8 @@ class PreparationJob:
     @functools.cached_property
     def parts(self) -> dict[str, list[Part]]:
         """split → its parts; {} if steps are only shown for a source that does not exist yet."""
-        if self.unread and not (self.source.exists() if self.source else self.data.downloadable):
+        exists = self.source.exists() if self.source else self.data.downloadable
+        if self.unread and not exists:
             return {}
         if not self.source:
             return self.data.parts(self.languages)
@@ -103,28 +102,29 @@ class PreparationJob:
 
     @functools.cached_property
     def texts(self) -> dict[str, list[TextFile]]:
-        """split → its files, fetched and extracted if necessary; the files of two languages alternate.
-
-        If only some tokens of the text are used, these are the files from which they were taken.
-        """
+        """split → its files, fetched and extracted if necessary; the files of two languages alternate."""
         if self.data.tokens:
-            facts = read_step_records(self.root).get("text", {}).get("facts") or {}
-            texts = {}
-            for split, parts in self.parts.items():
-                number = facts.get(split, {"parts": None})["parts"]
-                if split == "train":
-                    number = max(number or 0, self.data.learn_on)
-                texts[split] = list(map(self.text_file, parts[:number]))
-            return texts
+            return self._texts_read()
         # All parts in one call, so that each archive is read once
-        flat = [*itertools.chain.from_iterable(self.parts.values())]
+        parts = list(itertools.chain.from_iterable(self.parts.values()))
         codes = self.data.codes
-        files = self.store.fetch_texts(flat, [codes] if codes else [], self.data, self.root)
+        files = self.store.fetch_texts(parts, [codes] if codes else [], self.data, self.root)
         if codes in files:
             # The merges of a text that was segmented elsewhere, for fine-tuning a model on other text
             with atomic_write(self.root / CODES) as stream:
                 stream.writelines(f"{line}\n" for line in read_lines(files[codes].path))
         return {split: [files[part] for part in parts] for split, parts in self.parts.items()}
+
+    def _texts_read(self) -> dict[str, list[TextFile]]:
+        """split → the files from which its tokens were taken, and those on which pieces were learnt."""
+        facts = read_step_records(self.root)["text"]["facts"]
+        texts = {}
+        for split, parts in self.parts.items():
+            count = facts.get(split, {}).get("parts", 0)
+            if split == "train":
+                count = max(count, self.data.learn_on)
+            texts[split] = list(map(self.text_file, parts[:count]))
+        return texts
 
     def text_file(self, part: Part) -> TextFile:
         """The file of one part, fetched if necessary."""
@@ -162,9 +162,9 @@ class PreparationJob:
         """Whether both languages have one dictionary."""
         return bool(self.languages) and self.settings["joined_dictionary"]
 
-    def digest(self, part: Part) -> str | None:
+    def part_checksum(self, part: Part) -> str | None:
         """The checksum of a part's file; None if the file would have to be fetched."""
-        path = self.store.at_hand_or_fetched(part)
+        path = self.store.local_file(part)
         return self.checksum(path) if path else None
 
     def checksum(self, path: Path) -> str:
@@ -183,8 +183,8 @@ class PreparationJob:
         text: Step,
         splits: Sequence[str],
         name: str = "",
-        dictionaries: Mapping[str, Any] = types.MappingProxyType({}),
-        finish: Callable[[Path, dict[str, Symbols]], Any] = lambda new, counts: None,
+        dictionaries: Mapping[str, Any] | None = None,
+        finish: Callable[[Path, dict[str, Symbols]], Any] | None = None,
     ) -> Step:
         """The step that binarises a text by fairseq-preprocess.
 
@@ -195,27 +195,8 @@ class PreparationJob:
             dictionaries: flags of fairseq-preprocess that name existing dictionaries.
             finish: called with the new folder and the numbers of its symbols; adds further files to it.
         """
-        folder = text.output / name
-        kind = self.data.kind
-        tests = [str(folder / split) for split in splits if split not in ("train", "valid")]
-        values: Values = dict(zip(("source-lang", "target-lang"), self.languages))
-        if not self.languages:
-            # With a fixed dictionary, a class has the same number in all generated data.
-            has_dictionary = kind in (MASKED_LM, CLASSIFICATION)
-            values["only-source"] = True
-            values["srcdict"] = str(folder / DICTIONARY) if has_dictionary else None
-        for split in ("train", "valid"):
-            if split in splits:
-                values[f"{split}pref"] = str(folder / split)
-        values["testpref"] = ",".join(tests) or None
-        if self.languages:
-            values["joined-dictionary"] = self.joined
-        values["workers"] = 1 if kind == CLASSIFICATION else self.workers
-        values.update(dictionaries)
-        values.update(self.data.preprocess)
-        if kind in (TRANSLATION, MASKED_LM):
-            values.update(self.settings.get("flags", {}))
-        values["destdir"] = OUT
+        values = self._preprocess_flags(text.output / name, splits, dictionaries or {})
+        settings = {key: value for key, value in values.items() if key != "workers"}
 
         def check(new: Path) -> dict[str, int]:
             if name:
@@ -224,33 +205,56 @@ class PreparationJob:
             counts = count_symbols(new, self.languages, splits)
             allowed = bool(self.settings.get("allow_unknown"))
             check_unknown(counts, text.output, self.learnt, allowed, self.unknown_remedy)
-            finish(new, counts)
+            if finish:
+                finish(new, counts)
             return sentences
 
-        settings = dict(values)
-        settings.pop("workers")
-        settings.pop("destdir")
         return Step(
             f"binarised-{name}" if name else "binarised",
             self.root / "binarised" / name,
-            ["fairseq-preprocess", *flags(values)],
+            ["fairseq-preprocess", *flags(values), "--destdir", OUT],
             {"text": text, "settings": settings, "splits": list(splits)},
             finish=check,
         )
+
+    def _preprocess_flags(
+        self, folder: Path, splits: Sequence[str], dictionaries: Mapping[str, Any]
+    ) -> Values:
+        """The flags of fairseq-preprocess for the text in a folder, except --destdir."""
+        kind = self.data.kind
+        values: Values = {}
+        if self.languages:
+            source, target = self.languages
+            values |= {"source-lang": source, "target-lang": target}
+            values["joined-dictionary"] = self.joined
+        else:
+            # With a fixed dictionary, a class has the same number in all generated data
+            has_dictionary = kind in (MASKED_LM, CLASSIFICATION)
+            values["only-source"] = True
+            values["srcdict"] = str(folder / DICTIONARY) if has_dictionary else None
+        for split in ("train", "valid"):
+            if split in splits:
+                values[f"{split}pref"] = str(folder / split)
+        tests = [str(folder / split) for split in splits if split not in ("train", "valid")]
+        values["testpref"] = ",".join(tests) or None
+        values["workers"] = 1 if kind == CLASSIFICATION else self.workers
+        values |= dictionaries | self.data.preprocess
+        if kind in (TRANSLATION, MASKED_LM):
+            values |= self.settings.get("flags", {})
+        return values
 
     def manifest(self, last: Step, **settings: Any) -> Step:
         """The step that writes manifest.json after the step `last`, with further settings to record."""
 
         def write(new: Path) -> None:
-            described = dict(self.settings) if self.languages else {"recipe": self.data.name}
-            described.update(settings)
-            origins = self.store.origins
-            folder = self.root / "binarised"
+            data = self.data
+            recipe = self.settings if self.languages else {"recipe": data.name}
             counts = {}
-            if self.data.kind != CLASSIFICATION and folder.is_dir():
+            folder = self.root / "binarised"
+            if data.kind != CLASSIFICATION and folder.is_dir():
                 counts = count_symbols(folder, self.languages, list(self.parts) or self.subsets)
-            write_json(
-                new, manifest_of(self.root, described, origins, self.texts, self.data, counts)
-            )
+            given = dict(recipe) | settings
+            origins = self.store.origins
+            write_json(new, manifest_of(self.root, given, origins, self.texts, data, counts))
 
         return Step("manifest", self.root / MANIFEST, write, {"last": last, "of": self.data.name})

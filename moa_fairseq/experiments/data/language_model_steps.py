@@ -11,6 +11,7 @@ from typing import Any
 
 from moa_fairseq.experiments.data import monolingual, pieces
 from moa_fairseq.experiments.data.binarised import DICTIONARY
+from moa_fairseq.experiments.data.catalogue import SENTENCEPIECE
 from moa_fairseq.experiments.data.gpt2_files import (
     DICTIONARIES,
     ENCODER,
@@ -44,9 +45,8 @@ class LanguageModelPreparation:
         self.data = data
         self.model = job.root / "model"
         self.num_pieces = settings.get("bpe") or data.pieces
-        self.piece_settings = dict(
-            pieces.RELEASED if data.released_pieces else pieces.LANGUAGE_MODEL
-        )
+        defaults = pieces.RELEASED if data.released_pieces else pieces.LANGUAGE_MODEL
+        self.piece_settings = dict(defaults)
         if settings.get("character_coverage"):
             self.piece_settings["character_coverage"] = settings["character_coverage"]
         self.max_tokens = dict(data.tokens)  # split → number; {} for the whole text
@@ -56,21 +56,21 @@ class LanguageModelPreparation:
 
     def steps(self) -> list[Step]:
         """All steps in their order, the manifest included."""
-        used = self._checksums
-        steps = []
-        if self.data.encoder == "sentencepiece":
-            inputs = self._model_inputs
-            steps.append(Step("model", self.model, self.learn_pieces, inputs, used=used))
-        inputs = functools.partial(self._text_inputs, *steps)
-        steps.append(Step("text", self.job.root / "text", self.write_text, inputs, used=used))
+        used = self._part_checksums
+        model = None
+        if self.data.encoder == SENTENCEPIECE:
+            model = Step("model", self.model, self.learn_pieces, self._model_inputs, used=used)
+        inputs = functools.partial(self._text_inputs, model)
+        text = Step("text", self.job.root / "text", self.write_text, inputs, used=used)
+        steps = [model, text] if model else [text]
         if self.data.encoder != "none":
-            steps.append(self.job.binarise(steps[-1], self.data.subsets))
+            steps.append(self.job.binarise(text, self.data.subsets))
         settings = {"tokens": self.max_tokens} if self.max_tokens else {}
         return [*steps, self.job.manifest(steps[-1], **settings)]
 
     def learn_pieces(self, new: Path) -> Values:
         """Learn the SentencePiece model. Returns its facts and settings."""
-        log.info("learning %s SentencePiece pieces", f"{self.num_pieces:,}")
+        log.info(f"learning {self.num_pieces:,} SentencePiece pieces")
         data = self.data
         job = self.job
         facts: Values = {"settings": self.piece_settings}
@@ -78,7 +78,7 @@ class LanguageModelPreparation:
             self._announce()
             parts = job.parts["train"][: data.learn_on]
             texts = list(map(job.text_file, parts))
-            facts["train"] = {"files": {part.name: job.digest(part) for part in parts}}
+            facts["train"] = {"files": {part.name: job.part_checksum(part) for part in parts}}
         else:
             texts = job.texts["train"]
         counts = pieces.learn(
@@ -105,7 +105,7 @@ class LanguageModelPreparation:
             facts = monolingual.write_bytes(job.texts, self.data.byte_splits, new)
         elif self.max_tokens:
             facts = self._write_first_tokens(new)
-        elif self.data.encoder == "sentencepiece":
+        elif self.data.encoder == SENTENCEPIECE:
             facts = monolingual.write_pieces(job.texts, self.model / pieces.MODEL, new, job.workers)
         else:
             facts = monolingual.write_lines(job.texts, new)
@@ -114,7 +114,7 @@ class LanguageModelPreparation:
             counts = [f"{fact[unit]:,} {unit}" for unit in units if unit in fact]
             if "longest" in fact:
                 counts.append(f"the longest line has {fact['longest']:,} bytes")
-            log.info("%s: %s", split, ", ".join(counts))
+            log.info(f"{split}: {', '.join(counts)}")
         return facts
 
     def _write_first_tokens(self, new: Path) -> Values:
@@ -126,12 +126,12 @@ class LanguageModelPreparation:
         for split, parts in job.parts.items():
             facts[split] = monolingual.grow_pieces(
                 parts,
-                job.text_file,
-                job.digest,
-                self.model / pieces.MODEL,
-                growing / split,
-                self.max_tokens[split],
-                job.workers,
+                fetch=job.text_file,
+                digest=job.part_checksum,
+                model=self.model / pieces.MODEL,
+                path=growing / split,
+                most=self.max_tokens[split],
+                workers=job.workers,
             )
         new.mkdir()
         for split in facts:
@@ -141,9 +141,8 @@ class LanguageModelPreparation:
 
     def _announce(self) -> None:
         """Print the terms and the size of the text, and check the disk, unless done before."""
-        if self.is_announced:
-            return
-        before_growth(self.data, self.job.store, sum(self.max_tokens.values()), self.job.root)
+        if not self.is_announced:
+            before_growth(self.data, self.job.store, sum(self.max_tokens.values()), self.job.root)
         self.is_announced = True
 
     def _model_inputs(self) -> Values:
@@ -154,29 +153,29 @@ class LanguageModelPreparation:
             inputs["settings"] = self.piece_settings
         return inputs
 
-    def _text_inputs(self, *models: Step) -> Values:
+    def _text_inputs(self, model: Step | None) -> Values:
         """What the text depends on, among it the SentencePiece model if there is one."""
         inputs = self._source_inputs()
-        for model in models:
+        if model:
             inputs["model"] = model
         if self.max_tokens:
             inputs["tokens"] = self.max_tokens
         return inputs
 
     def _source_inputs(self) -> Values:
-        """The encoder and the files of the text; see `_checksums` for files fetched only if needed."""
+        """The encoder and the files of the text; see `_part_checksums` for files fetched only if needed."""
         inputs: Values = {"encoder": self.data.encoder}
         if self.max_tokens:
             return inputs | {"files": self.data.name}
         texts = self.job.text_inputs()
         return inputs | {"texts": texts, "splits": dict(self.data.byte_splits)}
 
-    def _checksums(self, facts: Mapping[str, Any] | None, recompute: bool) -> Values:
-        """The checksums of the parts that a step read.
+    def _part_checksums(self, facts: Mapping[str, Any] | None, recompute: bool) -> Values:
+        """The checksums of the parts that a step read, if some tokens alone are used.
 
         Args:
             facts: the facts of the step, None before its first run.
-            recompute: whether to compute the checksums again, of parts that still exist.
+            recompute: True to compute the checksums again; a part that was deleted counts as unchanged.
         """
         content: Values = {}
         if not facts or not self.max_tokens:
@@ -186,7 +185,7 @@ class LanguageModelPreparation:
             checksums = {}
             for part in parts:
                 if part.name in recorded:
-                    current = self.job.digest(part) if recompute else None
+                    current = self.job.part_checksum(part) if recompute else None
                     checksums[part.name] = current or recorded[part.name]
             if checksums:
                 content[f"content of {split}"] = checksums
@@ -223,14 +222,15 @@ class MaskedLMPreparation:
         shutil.copyfile(self.gpt2.vocab, new / VOCAB)
         shutil.copyfile(self.gpt2.dictionary, new / DICTIONARY)
         for split, fact in facts.items():
-            words = fact["words"] + fact["lines"]
+            words = fact["words"] + fact["lines"]  # the end of each line counts as a word
             expected = self.job.data.words.get(split, words)
-            warning = "" if words == expected else f"; WARNING: {expected:,} words were expected"
             log.info(
                 f"{split} ({fact['file']}): {fact['lines']:,} lines, {words:,} words with one end of line "
                 f"each, {fact['subwords']:,} subwords; <unk> {fact['unk']:,} times, @-@ {fact['hyphen']:,} "
-                f"times{warning}"
+                "times"
             )
+            if words != expected:
+                log.warning(f"{split} has {words:,} words, but {expected:,} words were expected")
         return {"dictionary": self.gpt2.order, "splits": facts}
 
     def write_manifest(self, new: Path, counts: Mapping[str, Symbols]) -> None:
@@ -240,11 +240,11 @@ class MaskedLMPreparation:
             shutil.copyfile(job.root / "bpe" / name, new / name)
         manifest: Values = {"recipe": job.data.name, "licence": job.data.licence}
         manifest["sources"] = job.store.origins
-        manifest.update(read_step_records(job.root)["bpe"]["facts"])
+        manifest |= read_step_records(job.root)["bpe"]["facts"]
         if "srcdict" in job.settings["flags"]:
             manifest["dictionary"] = OTHER_DICTIONARY
         write_json(new / MANIFEST, manifest | {"symbols": symbols_of(counts)})
-        log.info("dictionary: %s", DICTIONARIES[manifest["dictionary"]])
+        log.info(f"dictionary: {DICTIONARIES[manifest['dictionary']]}")
 
     def _inputs(self) -> Values:
         """What the encoded text depends on."""

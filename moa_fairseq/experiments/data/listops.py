@@ -17,9 +17,8 @@ CLOSE = "]"
 # Next to the binarised data: a line per sentence, a column per property by which scores are grouped.
 GROUPS = "groups"
 _GROUPS = ("dependency", "depth", "length")
-# The seed and the block number determine an expression, whatever the number of processes.
-_DRAWS = 10000
-_BLOCKS = 100000
+_DRAWS = 10000  # draws of a block
+_BLOCKS = 100000  # the most blocks
 _MOST_IDLE = 10  # after so many blocks without a new expression, there are hardly any more
 
 
@@ -137,12 +136,11 @@ class ListOps:
         """One random expression, or None if it is longer than max_length."""
         root = self._subtree(rng, self.max_depth)
         if root.depth < 2:
+            # A digit becomes an argument of an operator
             arguments = self._arguments(rng, self.max_arguments - 1, self.max_depth - 1)
             arguments.insert(_random_below(rng, len(arguments)), root)
             root = _operation(rng, arguments)
-        if root.length <= self.max_length:
-            return root
-        return None
+        return root if root.length <= self.max_length else None
 
     def _subtree(self, rng: random.Random, max_depth: int) -> Expression:
         """A random digit, or an operator with random arguments."""
@@ -169,17 +167,12 @@ def _operation(rng: random.Random, arguments: Sequence[Expression]) -> Expressio
     name = tuple(OPERATORS)[_random_below(rng, len(OPERATORS))]
     chosen = OPERATORS[name](arguments)
     total = sum(map(_value, chosen))
-    tokens = [name]
-    depth = length = 0
-    for argument in arguments:
-        tokens.append(argument.tokens)
-        depth = max(depth, argument.depth)
-        length += argument.length
+    texts = [argument.tokens for argument in arguments]
     return Expression(
-        tokens=" ".join([*tokens, CLOSE]),
+        tokens=" ".join([name, *texts, CLOSE]),
         value=total % 10 if name == "[SM" else total // len(chosen),
-        depth=1 + depth,
-        length=3 + length,
+        depth=1 + max(argument.depth for argument in arguments),
+        length=3 + sum(argument.length for argument in arguments),
         dependency=1 + max(argument.dependency for argument in chosen),
     )
 
@@ -193,9 +186,10 @@ def _draw_block(batch: list[tuple[ListOps, int]]) -> list[Expression]:
     """The different expressions of one block that are neither too long nor just a digit.
 
     Args:
-        batch: one pair of the settings and the block's number.
+        batch: one pair of the settings and the block's number; `ordered_map` hands out lists.
     """
     ((settings, number),) = batch
+    # The seed and the block number determine an expression, whatever the number of processes
     rng = random.Random(f"listops {settings.seed} {number}")
     expressions = {}
     for _ in range(_DRAWS):

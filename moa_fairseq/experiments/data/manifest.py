@@ -83,9 +83,9 @@ def _published_sums(root: Path, settings: Mapping[str, Any], dataset: Dataset) -
     """Segmented file → its md5 and the published md5; {} for a text that was made with other settings."""
     published = dataset.published
     pair = {settings.get("source"), settings.get("target")}
-    if not published or set(published["languages"]) != pair or settings.get("codes"):
+    if not published or set(published["languages"]) != pair:
         return {}
-    if settings["bpe"] != published["merges"]:
+    if settings.get("codes") or settings["bpe"] != published["merges"]:
         return {}
     sums = {}
     for name, md5 in published["md5"].items():
@@ -123,22 +123,20 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
     Returns:
         Lines of text.
     """
-    lines = [*_line_table(manifest), *unknown_table(manifest), *_drops(manifest["stages"])]
+    lines = [*_line_table(manifest), *unknown_table(manifest), *_dropped_pairs(manifest["stages"])]
     sums = manifest["published"]
-    other_sums = [name for name, file in sums.items() if file["md5"] != file["published"]]
-    if other_sums:
+    changed = [name for name, file in sums.items() if file["md5"] != file["published"]]
+    if changed:
         lines.append(
-            f"! {', '.join(other_sums)}: differs from the published text (by md5; manifest.json has both)."
+            f"! {', '.join(changed)}: differs from the published text (by md5; manifest.json has both)."
         )
     elif sums:
         lines.append(f"{', '.join(sums)}: equal to the published text, byte for byte (md5)")
     counts = manifest["lines"].items()
-    other_counts = [
-        split for split, each in counts if each["expected"] not in (None, each["found"])
-    ]
-    if other_counts:
+    unequal = [split for split, count in counts if count["expected"] not in (None, count["found"])]
+    if unequal:
         lines.append(
-            f"! {', '.join(other_counts)}: the number of lines differs from the published one (see above)."
+            f"! {', '.join(unequal)}: the number of lines differs from the published one (see above)."
         )
     return [*lines, f"{root}/manifest.json has sources, checksums, counts and versions."]
 
@@ -148,8 +146,8 @@ def _line_table(manifest: Mapping[str, Any]) -> list[str]:
     texts = manifest["stages"].get("text", {})
     rows = []
     for split, count in manifest["lines"].items():
-        row = {"split": split, "lines": count["found"]}
-        row["longest"] = texts.get(split, {}).get("longest")
+        longest = texts.get(split, {}).get("longest")
+        row = {"split": split, "lines": count["found"], "longest": longest}
         if count["expected"] == count["found"]:
             row["published"] = "the same"
         elif count["expected"] is not None:
@@ -174,18 +172,20 @@ def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
         Column("symbols", "symbols", ","),
         Column("share", "<unk>", ".2%"),
     ]
+    # Else the table of lines has the longest line
     if not any("longest" in fact for fact in manifest.get("stages", {}).get("text", {}).values()):
         columns.append(Column("longest", "longest (symbols)", ","))
     return Table(columns, rows).text(terminal_width()).splitlines()
 
 
-def _drops(stages: Mapping[str, Any]) -> list[str]:
+def _dropped_pairs(stages: Mapping[str, Any]) -> list[str]:
     """A line for each stage and split that dropped pairs, with the reasons."""
     lines = []
     for stage, facts in stages.items():
         for split, fact in facts.items():
-            drops = fact.get("dropped") if isinstance(fact, dict) else None
-            if drops:
-                reasons = [f"{count:,} dropped: {reason}" for reason, count in drops.items()]
+            # Other facts are numbers, such as that of the pieces
+            if isinstance(fact, dict) and fact.get("dropped"):
+                drops = fact["dropped"].items()
+                reasons = [f"{count:,} dropped: {reason}" for reason, count in drops]
                 lines.append(f"{stage} of {split}: {fact['read']:,} read, {', '.join(reasons)}")
     return lines

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO
 
 from tqdm import tqdm
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Part
 from moa_fairseq.experiments.data.parallel_text import SYMBOLS, TextFile, no_text, refuse_symbols
-from moa_fairseq.experiments.data.pieces import plain, processor
+from moa_fairseq.experiments.data.pieces import processor
 from moa_fairseq.experiments.records.json_files import Values, saved_json, selected, write_json
 from moa_fairseq.files import atomic_write, checksum
+from moa_fairseq.text.subwords import plain
 from moa_fairseq.text.workers import chunks
 
 Texts = Mapping[str, Sequence[TextFile]]
@@ -48,21 +48,16 @@ def write_lines(texts: Texts, folder: Path) -> Facts:
         UserError: for words that are fairseq's symbols, except the <unk> of WikiText, and for an empty
             split.
     """
-    symbols = list(SYMBOLS)
-    symbols.remove("<unk>")
+    return {split: _write(folder / split, _words(files), files) for split, files in texts.items()}
 
-    def lines(files: Iterable[TextFile], longest: _Longest) -> Iterator[str]:
-        for file in files:
-            for number, line in enumerate(longest.of(file.lines()), 1):
-                refuse_symbols(line, file.path, number, symbols)
-                yield line
 
-    facts = {}
-    for split, files in texts.items():
-        longest = _Longest()
-        facts[split] = _write(folder / split, lines(files, longest), files)
-        facts[split]["longest"] = longest.bytes
-    return facts
+def _words(files: Iterable[TextFile]) -> Iterator[str]:
+    """The lines of files, in which WikiText's <unk> is an ordinary word."""
+    symbols = [symbol for symbol in SYMBOLS if symbol != "<unk>"]
+    for file in files:
+        for number, line in enumerate(file.lines(), 1):
+            refuse_symbols(line, file.path, number, symbols)
+            yield line
 
 
 def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
@@ -85,18 +80,20 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
     if size != total:
         raise UserError(f"{file.path} has {size:,} bytes instead of {total:,}. Fetch it again.")
 
-    def lines(stream: BinaryIO, budget: int) -> Iterator[str]:
-        while budget:
-            line = stream.readline(budget)
-            budget -= len(line)
-            yield "".join([_BYTES[value] for value in line.removesuffix(b"\n")])
-
     facts = {}
     with open(file.path, "rb") as stream:
         for split, size in sizes.items():
-            fact = _write(folder / split, lines(stream, size), [file])
+            fact = _write(folder / split, _numbers(stream, size), [file])
             facts[split] = {"lines": fact["lines"], "bytes": size}
     return facts
+
+
+def _numbers(stream: BinaryIO, size: int) -> Iterator[str]:
+    """The lines of the next `size` bytes, each byte as a number."""
+    while size:
+        line = stream.readline(size)
+        size -= len(line)
+        yield "".join([_BYTES[value] for value in line.removesuffix(b"\n")])
 
 
 def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts:
@@ -114,19 +111,26 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts
     Raises:
         UserError: for a split without text.
     """
-    encoder = processor(str(model))
     facts = {}
     for split, files in texts.items():
-        longest = _Longest()
-        read = longest.of(itertools.chain.from_iterable(map(TextFile.lines, files)))
-        encode = functools.partial(encoder.encode, num_threads=workers)
-        batches = map(encode, chunks(map(plain, read), CHUNK))
-        # By number, so that a letter without a piece becomes <unk> instead of a separate word.
-        rows = map(encoder.id_to_piece, itertools.chain.from_iterable(batches))
-        tokens = itertools.chain.from_iterable(rows)
-        facts[split] = _write(folder / split, map(" ".join, chunks(tokens, ROW)), files)
-        facts[split].update(lines=longest.lines, longest=longest.bytes)
+        counts = {"lines": 0, "longest": 0}
+        lines = _counted(itertools.chain.from_iterable(map(TextFile.lines, files)), counts)
+        encoded = (row for _, row in _encoded(lines, model, workers, CHUNK))
+        rows = chunks(itertools.chain.from_iterable(encoded), ROW)
+        facts[split] = _write(folder / split, map(" ".join, rows), files) | counts
     return facts
+
+
+def _encoded(
+    lines: Iterable[str], model: Path, workers: int, batch_size: int
+) -> Iterator[tuple[str, list[str]]]:
+    """Each line and its pieces."""
+    encoder = processor(str(model))
+    for batch in chunks(lines, batch_size):
+        encoded = encoder.encode(list(map(plain, batch)), num_threads=workers)
+        for line, ids in zip(batch, encoded):
+            # By number, so that a letter without a piece becomes <unk> instead of a separate word
+            yield line, encoder.id_to_piece(ids)
 
 
 def grow_pieces(
@@ -160,47 +164,55 @@ def grow_pieces(
     Raises:
         UserError: if the text has fewer pieces.
     """
-    encoder = processor(str(model))
     progress_file = path.with_name(f"{path.name}.json")
     settings = {"model": checksum(model), "most": most, "parts": [part.name for part in parts]}
     progress = _saved_progress(path, settings, parts, digest)
-    longest = _Longest(progress.longest)
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode: Literal["r+b", "wb"] = "r+b" if progress.bytes else "wb"
-    encode = functools.partial(encoder.encode, num_threads=workers)
     bar = tqdm(total=most, initial=progress.tokens, unit=" pieces", disable=None, leave=False)
-    with open(path, mode) as stream, bar:
-        stream.truncate(progress.bytes)
+    with open(path, "ab") as stream, bar:
+        stream.truncate(progress.bytes)  # what was written after the last record
         stream.seek(progress.bytes)
         for part in parts[progress.parts :]:
-            if not progress.missing:
+            if progress.tokens == most:
                 break
             lines = itertools.islice(fetch(part).lines(), progress.in_part, None)
             progress.files[part.name] = digest(part)
-            batches = map(encode, chunks(map(plain, longest.of(lines)), BATCH))
-            row: list[int] = []
-            for ids in itertools.chain.from_iterable(batches):
-                row += ids
-                progress.in_part += 1
-                progress.lines += 1
-                if len(row) < min(ROW, progress.missing):
-                    continue
-                bar.update(progress.write(row, encoder, stream))
-                row = []
-                if not progress.missing:
-                    break
+            encoded = _encoded(lines, model, workers, BATCH)
+            for texts, row in _rows(encoded, most - progress.tokens):
+                if row:
+                    stream.write(f"{' '.join(row)}\n".encode())
+                bar.update(len(row))
+                progress.add(texts, row)
                 if stream.tell() - progress.bytes > SAVED:
-                    progress.save(longest, stream, progress_file)
+                    progress.save(stream, progress_file)
             progress.parts += 1
             progress.in_part = 0
-            bar.update(progress.write(row, encoder, stream))
-            progress.save(longest, stream, progress_file)
-            log.info("%s: %s of %s pieces", part.name, f"{progress.tokens:,}", f"{most:,}")
-    if progress.missing:
-        count = f"{progress.tokens:,} pieces"
-        problem = f"The text of {path.name} has {count}, but {most:,} are requested"
-        raise UserError(f"{problem}. Request fewer by --tokens N (data.tokens), or give more text.")
+            progress.save(stream, progress_file)
+            log.info(f"{part.name}: {progress.tokens:,} of {most:,} pieces")
+    if progress.tokens < most:
+        raise UserError(
+            f"The text of {path.name} has {progress.tokens:,} pieces, but {most:,} are requested. Request "
+            "fewer by --tokens N (data.tokens), or give more text."
+        )
     return selected(vars(progress), ("lines", "longest", "tokens", "parts", "files"))
+
+
+def _rows(
+    encoded: Iterable[tuple[str, list[str]]], most: int
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Lines that have ROW pieces together, or more, and their pieces; ends at `most` pieces."""
+    texts = []
+    row: list[str] = []
+    for text, pieces in encoded:
+        texts.append(text)
+        row += pieces
+        if len(row) >= min(ROW, most):
+            yield texts, row[:most]
+            most -= len(row)
+            if most <= 0:
+                return
+            texts, row = [], []
+    yield texts, row
 
 
 @dataclasses.dataclass
@@ -227,27 +239,18 @@ class _Progress:
     bytes: int = 0
     longest: int = 0
 
-    @property
-    def missing(self) -> int:
-        """Number of pieces that are not written yet."""
-        missing: int = self.of["most"] - self.tokens
-        return missing
-
-    def write(self, row: list[int], encoder: Any, stream: BinaryIO) -> int:
-        """Write a line of the row's pieces, at most as many as are missing. Returns their number."""
-        row = row[: self.missing]
-        if row:
-            # By number, so that a letter without a piece becomes <unk> instead of a separate word.
-            stream.write((" ".join(encoder.id_to_piece(row)) + "\n").encode())
+    def add(self, texts: list[str], row: list[str]) -> None:
+        """Count lines of the text and the pieces that were written of them."""
+        self.in_part += len(texts)
+        self.lines += len(texts)
         self.tokens += len(row)
-        return len(row)
+        self.longest = max([self.longest, *(len(text.encode()) for text in texts)])
 
-    def save(self, longest: _Longest, stream: BinaryIO, file: Path) -> None:
+    def save(self, stream: BinaryIO, file: Path) -> None:
         """Record the progress, once all that was written is on the disk."""
         stream.flush()
         os.fsync(stream.fileno())
         self.bytes = stream.tell()
-        self.longest = longest.bytes
         write_json(file, vars(self))
 
 
@@ -264,40 +267,29 @@ def _saved_progress(
     progress = _Progress(**saved)
     changed = []
     for part in parts:
-        checksum_then = progress.files.get(part.name)
-        if part.name in progress.files and digest(part) not in (None, checksum_then):
+        if part.name in progress.files and digest(part) not in (None, progress.files[part.name]):
             changed.append(part.name)
     if changed:
-        log.warning(
-            "%s has changed since it was read: %s starts over", ", ".join(changed), path.name
-        )
+        log.warning(f"{', '.join(changed)} has changed since it was read: {path.name} starts over")
         return _Progress(settings)
-    log.info("%s: resuming after %s pieces", path.name, f"{progress.tokens:,}")
+    log.info(f"{path.name}: resuming after {progress.tokens:,} pieces")
     return progress
 
 
-class _Longest:
-    """Counts lines while they are read: `lines`, and the `bytes` of the longest."""
-
-    def __init__(self, length: int = 0) -> None:
-        self.lines = 0
-        self.bytes = length
-
-    def of(self, lines: Iterable[str]) -> Iterator[str]:
-        for line in lines:
-            self.lines += 1
-            if len(line) * 4 > self.bytes:
-                self.bytes = max(self.bytes, len(line.encode()))
-            yield line
+def _counted(lines: Iterable[str], counts: dict[str, int]) -> Iterator[str]:
+    """Lines; they are counted in "lines", and the bytes of the longest in "longest"."""
+    for line in lines:
+        counts["lines"] += 1
+        counts["longest"] = max(counts["longest"], len(line.encode()))
+        yield line
 
 
 def _write(path: Path, lines: Iterable[str], files: Iterable[TextFile]) -> dict[str, int]:
-    """Write lines, and count them and their words. Raise UserError for text without a word."""
-    facts = {"lines": 0, "tokens": 0}
+    """Write lines. Returns the facts of `write_lines`; raises UserError for text without a word."""
+    facts = {"lines": 0, "tokens": 0, "longest": 0}
     with atomic_write(path) as stream:  # also creates the folder
-        for line in lines:
+        for line in _counted(lines, facts):
             stream.write(f"{line}\n")
-            facts["lines"] += 1
             facts["tokens"] += len(line.split())
     if not facts["tokens"]:
         raise no_text([file.path for file in files])

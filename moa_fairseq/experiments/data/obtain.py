@@ -66,15 +66,7 @@ class Store:
                 user's folder seems to contain the user's own text.
         """
         by_split = dataset.parts(languages)
-        train = [part for part in by_split.get("train", ()) if not part.archive]
-        valid = [part for part in by_split.get("valid", ()) if not part.archive]
-        texts = filter(None, map(self._find, train))
-        unpacked = [path.name for path in texts if path.suffix != ".gz"]
-        if unpacked and valid and valid[0].source and not any(map(self._find, valid)):
-            # Otherwise, half of the text would be the user's own and half would be downloaded
-            problem = f"{self.at_hand} has {', '.join(unpacked)}, but lacks {valid[0].name}"
-            remedy = "give data.recipe=parallel (moa-fairseq prepare parallel)"
-            raise UserError(f"{problem}. If it is your own text, and not {dataset.name}, {remedy}.")
+        self._refuse_own_text(dataset, by_split)
         used = {}
         missing = []
         for split, parts in by_split.items():
@@ -86,6 +78,21 @@ class Store:
             bring = dataset.bring.format(**dict(zip(("source", "target"), languages)))
             raise UserError(f"The data folder {self.at_hand} lacks {', '.join(missing)}. {bring}")
         return used
+
+    def _refuse_own_text(self, dataset: Dataset, by_split: Mapping[str, Sequence[Part]]) -> None:
+        """Raise UserError for unpacked training text without the validation text that belongs to it.
+
+        Half of the text would be the user's own, and half would be downloaded.
+        """
+        train = [part for part in by_split.get("train", ()) if not part.archive]
+        valid = [part for part in by_split.get("valid", ()) if not part.archive]
+        texts = filter(None, map(self._find, train))
+        unpacked = [path.name for path in texts if path.suffix != ".gz"]
+        if unpacked and valid and valid[0].source and not any(map(self._find, valid)):
+            raise UserError(
+                f"{self.at_hand} has {', '.join(unpacked)}, but lacks {valid[0].name}. If it is your own "
+                f"text, and not {dataset.name}, give data.recipe=parallel (moa-fairseq prepare parallel)."
+            )
 
     def fetch_texts(
         self,
@@ -110,33 +117,39 @@ class Store:
         """
         # Two data sets may be prepared at the same time and share archives.
         with locked(self.downloads, math.inf):
-            texts = {part: self._find(part) for part in (*parts, *optional)}
-            for part, path in texts.items():
-                if path and path.suffix == ".gz" and part.source and not part.archive:
-                    texts[part] = None  # a public file, which is verified
-                elif path:
-                    self.origins[path.name] = {"file": path.name, "origin": GIVEN}
-            sources = dict.fromkeys(part.source for part in parts if texts[part] is None)
+            texts = self._given_texts((*parts, *optional))
+            names = dict.fromkeys(part.source for part in parts if part not in texts)
             absent = []
-            for name in sources:
-                path = find_file(self.at_hand, name) or self.downloads / name
-                if not path.is_file():
+            for name in names:
+                if not find_file(self.at_hand, name) and not (self.downloads / name).is_file():
                     absent.append(public_files()[name])
             if absent and announced and not self.offline:
                 before_download(announced, root, self.downloads, absent)
-            for name in sources:
-                file = self._file(name)
-                members = [part for part in texts if not texts[part] and part.source == name]
+            wanted = [part for part in (*parts, *optional) if part not in texts]
+            for name in names:
+                file = self._verified(name)
+                members = [part for part in wanted if part.source == name]
                 if members[0].archive:
-                    texts.update(self._unpack(name, file, members))
+                    texts |= self._unpack(name, file, members)
                 else:
                     texts[members[0]] = file
-        return {part: TextFile(path, _markup(path, part)) for part, path in texts.items() if path}
+        return {part: TextFile(path, _markup(path, part)) for part, path in texts.items()}
 
-    def at_hand_or_fetched(self, part: Part) -> Path | None:
+    def _given_texts(self, parts: Iterable[Part]) -> dict[Part, Path]:
+        """Part → the user's own file. A packed public file is left out, because it is verified first."""
+        texts = {}
+        for part in parts:
+            path = self._find(part)
+            is_public = part.source and not part.archive
+            if path and not (is_public and path.suffix == ".gz"):
+                texts[part] = path
+                self.origins[path.name] = {"file": path.name, "origin": GIVEN}
+        return texts
+
+    def local_file(self, part: Part) -> Path | None:
         """The file of a part that is not in an archive; None if it would have to be fetched."""
         fetched = self.downloads / part.source
-        return self._find(part) or (fetched if part.source and fetched.is_file() else None)
+        return self._find(part) or (fetched if fetched.is_file() else None)
 
     def _find(self, part: Part) -> Path | None:
         """The text in the user's folder, by its name in the archive or the last part of the name."""
@@ -145,19 +158,16 @@ class Store:
                 return path
         return None
 
-    def _file(self, name: str) -> Path:
+    def _verified(self, name: str) -> Path:
         """A public file, verified; a file that was read before is not read again."""
         source = public_files()[name]
         digest = functools.partial(known_checksum, self.downloads / MEMORY)
         at_hand = [self.at_hand] if self.at_hand else []
         path = obtain(source, at_hand, self.downloads, self.offline, digest)
-        origin: dict[str, Any] = {"file": path.name}
-        if self.at_hand and path in (self.at_hand / name, self.at_hand / path.name):
-            origin["origin"] = GIVEN
-        else:
-            origin["urls"] = list(source.urls)
-        origin.update(bytes=path.stat().st_size, sha256=digest(path, "sha256"))
-        self.origins[name] = origin
+        is_given = self.at_hand and path in (self.at_hand / name, self.at_hand / path.name)
+        origin: dict[str, Any] = {"origin": GIVEN} if is_given else {"urls": list(source.urls)}
+        origin |= {"bytes": path.stat().st_size, "sha256": digest(path, "sha256")}
+        self.origins[name] = {"file": path.name} | origin
         return path
 
     def _unpack(self, name: str, archive: Path, parts: Sequence[Part]) -> dict[Part, Path]:
@@ -168,11 +178,13 @@ class Store:
         folder = root / f"{archive.name}-{fingerprint_of(inputs)[:8]}"
 
         def unpack(new: Path) -> dict[str, int]:
-            members = extract(archive, {*itertools.chain(*groups)}, new)
+            members = extract(archive, set(itertools.chain(*groups)), new)
             missing = [group for group in groups if members.keys().isdisjoint(group)]
             if missing:
-                problem = f"{archive} does not contain {', '.join(map(' or '.join, missing))}"
-                raise UserError(f"{problem}: it is not the published archive.")
+                raise UserError(
+                    f"{archive} does not contain {', '.join(map(' or '.join, missing))}: it is not the "
+                    "published archive."
+                )
             return members
 
         log.info(f"extracting {archive}")
@@ -312,9 +324,9 @@ def _check_disk(name: str, folders: Sequence[tuple[Path, float]]) -> None:
 
 def format_bytes(size: float) -> str:
     """A number of bytes in words, such as 1.8 GB, 23 MB or 0.6 MB."""
-    unit = "GB" if size >= 1e9 else "MB"
-    amount = size / (1e9 if size >= 1e9 else 1e6)
-    return f"{amount:.{0 if amount >= 10 else 1}f} {unit}"
+    unit, scale = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6)
+    digits = 0 if size >= 10 * scale else 1
+    return f"{size / scale:.{digits}f} {unit}"
 
 
 def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | None:
@@ -330,30 +342,38 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
         UserError: if the folder is missing or unusable; the message names the files to give.
     """
     dataset = datasets().get(settings["recipe"])
-    if dataset is None or not dataset.downloadable:
-        if source is not None:
-            return source
+    if dataset and dataset.downloadable:
+        if source and not is_binarised(source) and not (source / DICTIONARY).is_file():
+            _require_some_file(dataset, settings, source)
+    elif source is None:
         bring = "Give --data the folder prepared for it."
         if dataset:
             bring = dataset.bring.format(**settings)
         raise UserError(
             f"--data is required: data.recipe {settings['recipe']} reads your files. {bring}"
         )
-    if source is None or is_binarised(source) or (source / DICTIONARY).is_file():
-        return source
+    return source
+
+
+def _require_some_file(dataset: Dataset, settings: Mapping[str, Any], source: Path) -> None:
+    """Raise UserError for a folder without any file of a data set that could be downloaded."""
     if not source.is_dir():
         raise UserError(f"--data {source} is not a folder. Give an existing folder.")
     if dataset.generated:
-        remedy = f"Give the folder `binarised` of moa-fairseq prepare {dataset.name}, or leave --data out"
-        raise UserError(f"--data {source} is not binarised {dataset.name}. {remedy}.")
+        raise UserError(
+            f"--data {source} is not binarised {dataset.name}. Give the folder `binarised` of moa-fairseq "
+            f"prepare {dataset.name}, or leave --data out."
+        )
     names = _file_names(dataset, settings)
     if any(find_file(source, name) for name in names):
-        return source
+        return
     files = list(dict.fromkeys(Path(name).name for name in names))
-    listed = ", ".join(files[:MOST_NAMES]) + (", …" if len(files) > MOST_NAMES else "")
-    remedy = "Give a folder that has some of them, or leave --data out to download them all"
+    if len(files) > MOST_NAMES:
+        files[MOST_NAMES:] = ["…"]
+    listed = ", ".join(files)
     raise UserError(
-        f"--data {source} has no file of {dataset.name} (looked for {listed}[.gz]). {remedy}."
+        f"--data {source} has no file of {dataset.name} (looked for {listed}[.gz]). Give a folder that has "
+        "some of them, or leave --data out to download them all."
     )
 
 

@@ -1,6 +1,5 @@
-"""Reads line-aligned text, plain or gzip, and checks it while it streams, before hours are spent on it."""
+"""Lines of text, of one language or two, plain or packed; they are checked before hours are spent on them."""
 
-import collections
 import gzip
 import importlib
 import io
@@ -31,17 +30,12 @@ _JSON_KINDS: dict[Any, str] = {
 }
 # The beginning of a line from read_lines that cannot be used; no good line has a NUL.
 BAD = "\0"
-BAD_LINES = LONG, NUL, FOREIGN = ("line of a million bytes", "NUL byte", "not UTF-8")
+LONG = "line of a million bytes"
+NUL = "NUL byte"
+FOREIGN = "not UTF-8"
+BAD_LINES = (LONG, NUL, FOREIGN)
 # Words that fairseq's dictionary takes for its own symbols: padding, unknown words, sentence ends.
 SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")
-_SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
-_END = r"[.!?。！？][\"'”»)]?$"
-_GLUED = re.compile(rf"[^\W_]{_END}")
-_APART = re.compile(rf"\s{_END}")
-# How a text writes the hyphens of compounds: `a @-@ b` or `a-b`
-SPLIT = "split"
-WHOLE = "whole"
-_COMPOUND = re.compile(r"[^\W_]-(?=[^\W_])")
 # C1 control characters, except U+0085, the line end of some old computers. A text has them only if Windows'
 # quotes and € were read as Latin-1.
 _CONTROLS = re.compile("[\x80-\x84\x86-\x9f]")
@@ -50,8 +44,6 @@ _CONTROLS = re.compile("[\x80-\x84\x86-\x9f]")
 _LOOKED_AT = 1000
 _ACCIDENTS = 2
 _MOST_ODD = 0.02
-_TED_HEADERS = ("<url>", "<talkid>", "<keywords>")
-_TED_TAGS = re.compile("</?(?:title|description)>")
 
 
 def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -> Iterator[str]:
@@ -74,40 +66,40 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
     number = odd = 0
     try:
         with _opened(path) as stream:
-            # Limited, because a packed file of some kilobytes may have a line that would fill the memory
-            for number, raw in enumerate(iter(lambda: stream.readline(most + 1), b""), start=1):
+            for number, raw in enumerate(_raw_lines(stream, most), start=1):
                 try:
                     line = _decoded(raw, "utf-8-sig" if number == 1 else "utf-8", most)
                 except _BadLine as error:
-                    reason, problem = error.args
                     if not mark_bad:
-                        if reason == LONG:
-                            remedy = "Check the file, or split the line."
-                        else:
-                            remedy = encoding_remedy(path)
-                        raise UserError(f"{path}, line {number}: {problem} {remedy}") from None
-                    _skip_line(stream, raw, most)
-                    yield BAD + reason
-                    continue
-                odd += number <= _LOOKED_AT and bool(_CONTROLS.search(line))
+                        raise _line_error(path, number, *error.args) from None
+                    line = BAD + error.args[0]
+                if number <= _LOOKED_AT:
+                    odd += bool(_CONTROLS.search(line))
                 if number == _LOOKED_AT:
                     _check_controls(path, number, odd)
                 yield line
         if number < _LOOKED_AT:
             _check_controls(path, number, odd)
-    except Exception as error:  # zstandard's errors cannot be named: the package may be missing
-        kind = "zstandard" if type(error).__name__ == "ZstdError" else "gzip"
-        if kind == "gzip" and not isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)):
+    except Exception as error:
+        # zstandard's error cannot be named: the package may be missing
+        is_gzip = isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile))
+        if not is_gzip and type(error).__name__ != "ZstdError":
             raise
+        kind = "gzip" if is_gzip else "zstandard"
         position = f" after line {number:,}" if number else ""
         problem = f"{path} is a damaged {kind} file{position} ({error})"
         raise UserError(f"{problem}. Copy or fetch it again.") from error
 
 
-def _skip_line(stream: Any, raw: bytes, most: int) -> None:
-    """Read the rest of a line of which a part was read."""
-    while len(raw) > most and not raw.endswith(b"\n"):
-        raw = stream.readline(most + 1)
+def _raw_lines(stream: Any, most: int) -> Iterator[bytes]:
+    """The lines of a stream, each cut off after `most` + 1 bytes.
+
+    A packed file of some kilobytes may have a line that would fill the memory.
+    """
+    while raw := stream.readline(most + 1):
+        yield raw
+        while len(raw) > most and not raw.endswith(b"\n"):
+            raw = stream.readline(most + 1)
 
 
 class _BadLine(Exception):
@@ -125,6 +117,12 @@ def _decoded(raw: bytes, encoding: str, most: int) -> str:
     except UnicodeDecodeError as error:
         position = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
         raise _BadLine(FOREIGN, f"{position} is not UTF-8.") from error
+
+
+def _line_error(path: Path, number: int, reason: str, problem: str) -> UserError:
+    """The error for a line that cannot be used."""
+    remedy = "Check the file, or split the line." if reason == LONG else encoding_remedy(path)
+    return UserError(f"{path}, line {number}: {problem} {remedy}")
 
 
 def _check_controls(path: Path, number: int, odd: int) -> None:
@@ -201,6 +199,9 @@ def _text_of(line: str) -> str:
     return text
 
 
+_SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
+_TED_HEADERS = ("<url>", "<talkid>", "<keywords>")
+_TED_TAGS = re.compile("</?(?:title|description)>")
 # How to get the lines of text from the files that the evaluation campaigns publish.
 MARKUP: dict[str, Callable[[Iterator[str]], Iterator[str]]] = {
     "plain": iter,
@@ -277,20 +278,12 @@ def read_pairs(files: Sequence[TextFilePair], mark_bad: bool = False) -> Iterato
             length; its message is about the encoding.
     """
     for pair in files:
-        count = 0
-        bad = 0
+        count = bad = 0
         lines = [file.lines(mark_bad) for file in pair]
         for source, target in itertools.zip_longest(*lines):
             if source is None or target is None:
-                if bad > count / 2:
-                    for file in pair:
-                        collections.deque(file.lines(), maxlen=0)  # an error with the encoding
-                remaining = 1 + sum(1 for _ in itertools.chain(*lines))
-                shorter, longer = pair if source is None else reversed(pair)
-                raise UserError(
-                    f"{longer.path} has {count + remaining:,} lines and {shorter.path} has {count:,}, but "
-                    "parallel files have one translation per line. Find the first line that does not match."
-                )
+                # In UTF-16 most lines are bad, and the encoding is the real error
+                raise _length_error(pair, mark_bad and bad <= count / 2)
             count += 1
             bad += source.startswith(BAD) or target.startswith(BAD)
             yield source, target
@@ -298,12 +291,33 @@ def read_pairs(files: Sequence[TextFilePair], mark_bad: bool = False) -> Iterato
             raise no_text([file.path for file in pair])
 
 
+def _length_error(pair: TextFilePair, mark_bad: bool) -> UserError:
+    """The error for files of different lengths; without `mark_bad` a bad line raises its own."""
+    counts = [(sum(1 for _ in file.lines(mark_bad)), file.path) for file in pair]
+    (fewer, shorter), (more, longer) = sorted(counts)
+    return UserError(
+        f"{longer} has {more:,} lines and {shorter} has {fewer:,}, but parallel files have one translation "
+        "per line. Find the first line that does not match."
+    )
+
+
+_END = r"[.!?。！？][\"'”»)]?$"
+_GLUED = re.compile(rf"[^\W_]{_END}")
+_APART = re.compile(rf"\s{_END}")
+
+
 def is_raw(lines: Iterable[str]) -> bool:
     """True if the marks that end sentences are attached to words, which no tokeniser does."""
     ends = [line.rstrip()[-3:] for line in lines]
-    glued = len(list(filter(_GLUED.search, ends)))
-    apart = len(list(filter(_APART.search, ends)))
+    glued = sum(bool(_GLUED.search(end)) for end in ends)
+    apart = sum(bool(_APART.search(end)) for end in ends)
     return glued > max(apart, len(ends) / 10)
+
+
+# How a text writes the hyphens of compounds: `a @-@ b` or `a-b`
+SPLIT = "split"
+WHOLE = "whole"
+_COMPOUND = re.compile(r"[^\W_]-(?=[^\W_])")
 
 
 def hyphens(lines: Iterable[str]) -> str:
@@ -311,14 +325,13 @@ def hyphens(lines: Iterable[str]) -> str:
 
     "" if there are no compounds, or equally many of both.
     """
-    split = 0
-    compounds = 0
+    split = whole = 0
     for line in lines:
         split += f" {line} ".count(" @-@ ")
-        compounds += len(_COMPOUND.findall(line))
-    if split == compounds:
+        whole += len(_COMPOUND.findall(line))
+    if split == whole:
         return ""
-    return SPLIT if split > compounds else WHOLE
+    return SPLIT if split > whole else WHOLE
 
 
 def find_file(folder: Path | None, name: str) -> Path | None:
@@ -333,4 +346,4 @@ def find_file(folder: Path | None, name: str) -> Path | None:
     stem = name.removesuffix(".gz")
     plain = [folder / stem, folder / Path(stem).name]
     packed = [path.with_name(f"{path.name}.gz") for path in plain]
-    return next(filter(Path.is_file, (*plain, *packed)), None)
+    return next(filter(Path.is_file, plain + packed), None)

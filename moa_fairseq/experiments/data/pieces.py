@@ -31,7 +31,9 @@ LANGUAGE_MODEL: dict[str, Any] = RELEASED | {
 # that it uses itself.
 LONGEST = 4192  # bytes, the default of SentencePiece's max_sentence_length
 RESERVED = "\u2585"
-_LIMIT = re.compile(r"too high .* <= (?P<most>\d+)|required_chars. \d+ vs (?P<least>\d+)")
+# SentencePiece's messages for a number of pieces that is too large or too small, with the limit
+_TOO_MANY = re.compile(r"too high .* <= (\d+)")
+_TOO_FEW = re.compile(r"required_chars. \d+ vs (\d+)")
 
 
 def translation_settings(
@@ -58,7 +60,7 @@ def translation_settings(
 
 def learn(
     lines: Iterable[str],
-    source: object,
+    source: Path | str,
     count: int,
     model: Path,
     released: bool = False,
@@ -84,9 +86,10 @@ def learn(
         UserError: if SentencePiece cannot learn so many pieces on this text, or if the text cannot be read.
     """
     facts = {"lines": 0, "left_out": 0}
-    interruptions: list[BaseException] = []
+    failure: BaseException | None = None
 
     def read() -> Iterator[str]:
+        nonlocal failure
         try:
             for line in lines:
                 facts["lines"] += 1
@@ -97,7 +100,7 @@ def learn(
                     yield from _parts(line)
         # Kept, because the trainer replaces it by its own error
         except (Exception, KeyboardInterrupt) as error:
-            interruptions.append(error)
+            failure = error
             raise
 
     with atomic_write(model, "wb") as stream:
@@ -110,14 +113,14 @@ def learn(
                 **settings,
             )
         except (RuntimeError, ValueError) as error:  # a ValueError for a number beyond C++'s int
-            if interruptions:
-                raise interruptions[0] from None
+            if failure:
+                raise failure from None
             raise UserError(_explanation(str(error), source, count, facts, fixed)) from error
     return {"pieces": processor(str(model)).get_piece_size()} | facts
 
 
 def _explanation(
-    problem: str, source: object, count: int, facts: dict[str, int], fixed: bool
+    problem: str, source: Path | str, count: int, facts: dict[str, int], fixed: bool
 ) -> str:
     """The message for a text in the right form on which SentencePiece cannot learn.
 
@@ -126,21 +129,19 @@ def _explanation(
         source, count, fixed: see `learn`.
         facts: the numbers of lines that were read and left out.
     """
-    limit = _LIMIT.search(problem)
     if "sentences_" in problem or "all_chars_count" in problem:
         if facts["left_out"]:
             reason = f"SentencePiece skips all of its lines, which have more than {LONGEST:,} bytes"
             return f"{source} has no text to learn pieces on: {reason} (docs/defaults.md)."
         return f"{source} has no text to learn pieces on. Give text."
-    if limit and limit["most"]:
-        number = limit["most"]
+    number = "N"
+    reason = "SentencePiece needs three for itself" if count <= 3 else problem
+    if limit := _TOO_MANY.search(problem):
+        number = limit[1]
         reason = f"the text has only {int(number):,}"
-    elif limit:
-        number = limit["least"]
+    elif limit := _TOO_FEW.search(problem):
+        number = limit[1]
         reason = f"its letters alone need {int(number):,}"
-    else:
-        number = "N"
-        reason = "SentencePiece needs three for itself" if count <= 3 else problem
     failure = f"SentencePiece cannot learn {count:,} pieces on {source}: {reason}."
     if fixed:
         return (
@@ -155,11 +156,7 @@ def _parts(line: str) -> Iterator[str]:
 
     A part is read like a word after a space: a split at a space does not change what is learnt.
     """
-    line = plain(line).replace(RESERVED, " ")
-    if len(line) * 4 <= LONGEST:
-        yield line
-        return
-    text = line.encode()
+    text = plain(line).replace(RESERVED, " ").encode()
     start = 0
     while len(text) - start > LONGEST:
         end = text.rfind(b" ", start + 1, start + LONGEST + 1)
@@ -198,7 +195,7 @@ def encode(model: str, line: str) -> str:
     return PieceCodec(processor(model)).encode(line)
 
 
-def names(languages: Sequence[str], joined: bool) -> dict[str, str]:
+def model_names(languages: Sequence[str], joined: bool) -> dict[str, str]:
     """Language → the name of its model's file: one file for all languages (joined), or one for each."""
     stem = MODEL.removesuffix(".model")
     return {language: MODEL if joined else f"{stem}.{language}.model" for language in languages}
@@ -222,8 +219,8 @@ def dictionary_of(model: Path) -> Path:
     return model.with_name(model.name.replace("sentencepiece", "dict").replace(".model", ".txt"))
 
 
-def obtain(model: Path, original: Path) -> int:
+def copy_model(model: Path, original: Path) -> int:
     """Copy a model that was learnt elsewhere, and count its pieces. Raises UserError, see `processor`."""
-    processor(str(original))
+    processor(str(original))  # an error for another file, before it is copied
     shutil.copyfile(original, model)
     return processor(str(model)).get_piece_size()

@@ -50,11 +50,11 @@ class Preparation(PreparationJob):
         """Run all steps whose outputs are missing. Raises UserError for unusable data."""
         check_place(self.root)
         if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
-            return self._given(self.source)
+            return self._checked(self.source)
         # If two runs prepare one data set at the same time, the second waits and finds everything done.
-        tools = {"tools": tool_versions()}
+        conditions = {"tools": tool_versions()}
         make(
-            [dataclasses.replace(step, conditions=tools) for step in self.steps()],
+            [dataclasses.replace(step, conditions=conditions) for step in self.steps()],
             self.root,
             executor=self.executor,
             patience=math.inf,
@@ -67,15 +67,15 @@ class Preparation(PreparationJob):
             return Prepared(self.root / "text", {}, records["text"]["fingerprint"])
         return Prepared(self.root / "binarised", record["facts"], record["fingerprint"])
 
-    def _given(self, source: Path) -> Prepared:
-        """Check the user's binarised folder."""
+    def _checked(self, source: Path) -> Prepared:
+        """The user's binarised folder, which is used without changes."""
         check_place(source)
         dataset = datasets().get(self.settings["recipe"])
         if dataset and is_classification(source) != (dataset.kind == CLASSIFICATION):
             kind = f"another type of model than data.recipe {dataset.name}"
             remedy = "Give the folder of that data set, or leave --data out"
             raise UserError(f"--data {source} was binarised for {kind}. {remedy}.")
-        log.info("%s is already binarised: used without changes", source)
+        log.info(f"{source} is already binarised: used without changes")
         sentences = check_binarised(source, self.languages, self.subsets, self.joined)
         return Prepared(source, sentences, content_digest(source))
 
@@ -83,9 +83,9 @@ class Preparation(PreparationJob):
         """All steps, in order. Only the names of the source's files are read."""
         unknown = ", ".join(subset for subset in self.subsets if subset not in self.data.subsets)
         if unknown:
-            has = f"{self.data.name} has {', '.join(self.data.subsets)}"
             raise UserError(
-                f"The data has no subset {unknown} (generate.subsets, score.subsets); {has}."
+                f"The data has no subset {unknown} (generate.subsets, score.subsets); {self.data.name} has "
+                f"{', '.join(self.data.subsets)}."
             )
         return _PREPARATIONS[self.data.kind](self).steps()
 
@@ -114,16 +114,16 @@ class ClassificationPreparation:
         """Write the expressions of each split, and both dictionaries."""
         settings = self.job.data.generated
         total = sum(settings["sizes"].values())
-        log.info("generating %s expressions with seed %d", f"{total:,}", settings["seed"])
+        log.info(f"generating {total:,} expressions with seed {settings['seed']}")
         for name, symbols in ((INPUT, SYMBOLS), (LABEL, DIGITS)):
             with atomic_write(new / name / DICTIONARY) as stream:
                 stream.writelines(f"{symbol} 1\n" for symbol in symbols)
         samples = ListOps(**settings).splits(self.job.workers)
         facts = {}
         for split, expressions in samples.items():
-            facts[split] = write_split(new, split, expressions)
-            numbers = map("{:,}".format, facts[split].values())
-            log.info("%s: %s expressions, %s tokens", split, *numbers)
+            counts = write_split(new, split, expressions)
+            log.info(f"{split}: {counts['lines']:,} expressions, {counts['tokens']:,} tokens")
+            facts[split] = counts
         return facts
 
     def copy_groups(self, new: Path) -> None:
@@ -171,10 +171,9 @@ def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Pa
     """The folder for the stages of a data section: another folder for other settings or another source."""
     origin = str(source.resolve()) if source else ""
     name = "_".join(filter(None, selected(settings, ("recipe", "source", "target")).values()))
-    recorded = dict(settings)
-    for key, value in LATER.items():
-        if settings.get(key) == value:
-            recorded.pop(key, None)
+    recorded = {
+        key: value for key, value in settings.items() if key not in LATER or value != LATER[key]
+    }
     recorded.pop("allow_unknown", None)  # a key that does not change the data
     if not recorded.get("tokens"):
         recorded.pop("tokens", None)

@@ -6,6 +6,7 @@ a small prepared folder, so that data that is prepared again, edited or lost is 
 
 import fnmatch
 import inspect
+import itertools
 import logging
 import shutil
 from collections.abc import Mapping
@@ -53,10 +54,8 @@ def text_files(data: Path) -> dict[str, Path]:
     Raises:
         UserError: for anything but an ordinary file, because reading a pipe would hang.
     """
-    dictionaries: set[Path] = set()
-    for pattern in _DICTIONARIES:
-        dictionaries.update(data.glob(pattern))
-    files = {f"{BINARISED}/{path.relative_to(data)}": path for path in sorted(dictionaries)}
+    dictionaries = sorted(itertools.chain.from_iterable(map(data.glob, _DICTIONARIES)))
+    files = {f"{BINARISED}/{path.relative_to(data)}": path for path in dictionaries}
     if (data.parent / MANIFEST).is_file():
         for name in _BESIDE:
             for path in sorted(data.parent.glob(name)):
@@ -86,14 +85,8 @@ class TextRules(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """The entry "rules" of a manifest, without languages for text in one language."""
-        rules: dict[str, Any] = {
-            "kind": self.kind,
-            "encoder": self.encoder,
-            "merges": self.merges,
-        }
-        if self.target:
-            rules.update(source=self.source, target=self.target, steps=self.steps)
-        return rules
+        names = self._fields if self.target else ("kind", "encoder", "merges")
+        return {name: getattr(self, name) for name in names}
 
 
 def rules_of(
@@ -189,7 +182,7 @@ def save_run_copy(data: Path, run_folder: Path, fingerprint: str, new: Path) -> 
             f"{run_folder} was trained on other data than {data} has now. Restore that data, use another "
             "--save-dir, or --restart to move the old run aside and start over."
         )
-    check_against_manifest(data)
+    unlisted_text_files(data)
     copy_text_files(data, new)
 
 
@@ -213,12 +206,8 @@ def copy_text_files(data: Path, new: Path) -> None:
     manifest = read_manifest(data.parent)
     settings = manifest.get("settings") or {"recipe": BINARISED}
     rules = rules_of(manifest)
-    content = {
-        "settings": settings,
-        "rules": rules.as_json() if rules else {},
-        "outputs": outputs,
-    }
-    write_json(new / MANIFEST, content)
+    given = rules.as_json() if rules else {}
+    write_json(new / MANIFEST, {"settings": settings, "rules": given, "outputs": outputs})
 
 
 def run_copy_of(checkpoint: Path) -> Path | None:
@@ -238,8 +227,7 @@ def run_copy_of(checkpoint: Path) -> Path | None:
         return None
     copy = run / RUN_COPY
     remedy = f"Delete {copy}: the run's data is then used to read text, if it is unchanged."
-    unlisted = check_against_manifest(copy / BINARISED, remedy)
-    if unlisted:
+    if unlisted := unlisted_text_files(copy / BINARISED, remedy):
         raise UserError(
             f"{copy / unlisted[0]} is not listed in {MANIFEST} of the run's text. {remedy}"
         )
@@ -263,10 +251,11 @@ def unverified_text_files(checkpoint: Path, data: Path, named: bool) -> list[str
         UserError: for files that differ from those of the training, and files that were changed.
     """
     run_copy = run_copy_of(checkpoint)
-    unlisted = check_against_manifest(data)
+    unlisted = unlisted_text_files(data)
     if run_copy:
-        _compare_with_copy(run_copy, data)
+        _refuse_other_files(run_copy, data)
         return []
+    # A run of an older version has no copy of its text files
     run = _run_of(checkpoint, STATE)
     fingerprint = _recorded_fingerprint(run) if run else None
     if fingerprint and _has_fingerprint(data, fingerprint):
@@ -279,7 +268,7 @@ def unverified_text_files(checkpoint: Path, data: Path, named: bool) -> list[str
     return sorted(text_files(data))
 
 
-def _compare_with_copy(run_copy: Path, data: Path) -> None:
+def _refuse_other_files(run_copy: Path, data: Path) -> None:
     """Raise UserError if data's text files differ from a run's copy. The data may lack merges or pieces."""
     files = text_files(data)
     for name, path in text_files(run_copy).items():
@@ -310,17 +299,16 @@ def warn_of_unverified(names: list[str], checkpoint: Path, data: Path) -> None:
     """Warn of the files that `unverified_text_files` returns, if any."""
     if names:
         log.warning(
-            "%s: %s of %s could not be checked: the model has no record of its text files, so only the "
-            "numbers of symbols were compared",
-            *(checkpoint, ", ".join(names), data),
+            f"{checkpoint}: {', '.join(names)} of {data} could not be checked: the model has no record of "
+            "its text files, so only the numbers of symbols were compared"
         )
 
 
-def check_against_manifest(
+def unlisted_text_files(
     data: Path,
     remedy: str = "Put the original back, or delete this file and prepare the data again.",
 ) -> list[str]:
-    """Check a binarised folder's text files by the manifest.json next to it.
+    """Check a binarised folder's text files by the manifest.json next to it, and name those it does not list.
 
     Args:
         data: the binarised folder.
@@ -349,6 +337,7 @@ def check_against_manifest(
 def _listed_checksums(data: Path, remedy: str) -> dict[str, str]:
     """Name → checksum of the text files in the manifest.json next to a binarised folder."""
     patterns = list(_BESIDE)
+    # The manifest has the dictionaries of the folder BINARISED, not those of another folder next to it
     if data.name == BINARISED:
         patterns += [f"{BINARISED}/{name}" for name in _DICTIONARIES]
     outputs = read_manifest(data.parent, remedy).get("outputs") or {}

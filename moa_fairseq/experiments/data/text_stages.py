@@ -161,10 +161,8 @@ class _Output:
 
     def facts(self) -> Values:
         """The numbers of lines and of tokens per language, for state.json and manifest.json."""
-        facts = {"lines": self.lines}
-        for language, number in self.tokens.items():
-            facts[f"tokens_{language}"] = number
-        return facts
+        tokens = {f"tokens_{language}": number for language, number in self.tokens.items()}
+        return {"lines": self.lines} | tokens
 
     def describe(self) -> str:
         """The numbers of pairs, tokens and dropped pairs, for the log."""
@@ -184,8 +182,7 @@ def _write_split(
             outputs.append(_Output(folder, split.hold_out.split, languages, stack))
         for number, pair in enumerate(_retained_pairs(split, workers, main.drops), 1):
             is_held_out = split.hold_out and number % split.hold_out.every == 0
-            output = outputs[-1] if is_held_out else main
-            output.write(pair)
+            outputs[-1 if is_held_out else 0].write(pair)
     read = sum(output.lines for output in outputs) + main.drops.total()
     _check_split(split, main, read)
     facts = {}

@@ -1,5 +1,6 @@
 """The steps of parallel text, for translation."""
 
+import functools
 import itertools
 import logging
 import math
@@ -51,8 +52,10 @@ class TranslationPreparation:
         self.model = job.root / "model"
         self.merges = settings["bpe"]
         self.given_codes = settings.get("codes")
+        self.fraction = settings.get("train_fraction") or 1
+        self.seed = settings.get("train_fraction_seed", 1)
         self.uses_pieces = settings.get("segmentation") == SENTENCEPIECE
-        self.models = pieces.names(self.languages, settings["joined_dictionary"])
+        self.models = pieces.model_names(self.languages, settings["joined_dictionary"])
         self.splits = list(job.parts or job.subsets)
         hold_out = self.data.hold_out
         if hold_out and hold_out.split not in self.splits:
@@ -61,34 +64,38 @@ class TranslationPreparation:
 
     def steps(self) -> list[Step]:
         """All steps in their order, the manifest included."""
-        steps = [Step("tokens", self.tokens, self.tokenise, self._token_inputs)]
+        root = self.job.root
+        tokens = Step("tokens", self.tokens, self.tokenise, self._token_inputs)
+        steps = [tokens]
         dictionaries: dict[str, str | None] = {}
         if self.uses_pieces:
-            steps.append(
-                Step("model", self.model, self.learn_pieces, lambda: self._model_inputs(steps[0]))
+            model = Step(
+                "model",
+                self.model,
+                self.learn_pieces,
+                functools.partial(self._model_inputs, tokens),
             )
-            inputs = {"model": steps[-1], "cleaning": self.cleaning}
-            steps.append(Step("pieces", self.job.root / "pieces", self.segment, inputs))
-            source, target = map(pieces.dictionary_of, map(self._model_of, self.languages))
-            dictionaries["srcdict"] = str(source)
-            dictionaries["tgtdict"] = None if self.job.joined else str(target)
+            inputs = {"model": model, "cleaning": self.cleaning}
+            steps += [model, Step("pieces", root / "pieces", self.segment, inputs)]
+            source, target = (
+                str(pieces.dictionary_of(self._model_of(language))) for language in self.languages
+            )
+            dictionaries = {"srcdict": source, "tgtdict": None if self.job.joined else target}
         elif self.merges is not None or self.given_codes:
-            step = Step(
-                "bpe", self.job.root / "bpe", self.segment, lambda: self._merge_inputs(steps[0])
-            )
-            steps.append(step)
-        if self.settings.get("train_fraction") not in (None, 1):
-            steps.append(self._sample(steps[-1]))
-        steps.append(self.job.binarise(steps[-1], self.splits, dictionaries=dictionaries))
-        return [*steps, self.job.manifest(steps[-1])]
+            merge_inputs = functools.partial(self._merge_inputs, tokens)
+            steps.append(Step("bpe", root / "bpe", self.segment, merge_inputs))
+        if self.fraction != 1:
+            text = steps[-1]
+            inputs = {"text": text, "fraction": self.fraction, "seed": self.seed}
+            sample = functools.partial(self.sample, text.output)
+            steps.append(Step("sample", root / "sample", sample, inputs))
+        binarised = self.job.binarise(steps[-1], self.splits, dictionaries=dictionaries)
+        return [*steps, binarised, self.job.manifest(binarised)]
 
     def tokenise(self, new: Path) -> Values:
         """Check a sample of the training text, and write the tokens of each split."""
         pairs = itertools.islice(read_pairs(self._texts("train"), mark_bad=True), SAMPLE)
-        sample = []
-        for source, target in pairs:
-            if not (source.startswith(BAD) or target.startswith(BAD)):
-                sample.append((source, target))
+        sample = [pair for pair in pairs if BAD not in "".join(pair)]
         first, second = self.languages
         # People can see whether the sides belong together, and whether the text is already segmented.
         for source, target in sample[:SHOWN]:
@@ -108,11 +115,12 @@ class TranslationPreparation:
         for name in dict.fromkeys(self.models.values()):
             model = new / name
             if self.given_codes:
-                counts[name] = pieces.obtain(model, Path(self.given_codes))
+                counts[name] = pieces.copy_model(model, Path(self.given_codes))
             else:
-                log.info("learning %s SentencePiece pieces: %s", f"{self.merges:,}", name)
-                languages = [each for each in self.languages if self.models[each] == name]
-                texts = list(map(self._tokens_of, languages))
+                log.info(f"learning {self.merges:,} SentencePiece pieces: {name}")
+                texts = [
+                    self._tokens_of(side) for side in self.languages if self.models[side] == name
+                ]
                 lines = itertools.chain.from_iterable(map(read_lines, texts))
                 facts = pieces.learn(lines, texts[0], self.merges, model, **self._piece_settings())
                 counts[name] = facts["pieces"]
@@ -129,7 +137,7 @@ class TranslationPreparation:
         elif self.given_codes:
             shutil.copyfile(self.given_codes, new / CODES)
         else:
-            log.info("learning %s joint BPE merges", f"{self.merges:,}")
+            log.info(f"learning {self.merges:,} joint BPE merges")
             learn_codes(list(map(self._tokens_of, self.languages)), self.merges, new / CODES)
         splits = []
         for split in self.splits:
@@ -137,25 +145,15 @@ class TranslationPreparation:
             splits.append(Split(split, [self._pair(self.tokens, split)], treatment))
         return write_splits(splits, self.languages, new, self.job.workers)
 
-    def _sample(self, text: Step) -> Step:
-        """The step that keeps a fraction of the training pairs."""
-        fraction = self.settings["train_fraction"]
-        seed = self.settings.get("train_fraction_seed", 1)
-
-        def sample(new: Path) -> dict[str, int]:
-            new.mkdir()
-            for split in self.splits:
-                originals = self._pair(text.output, split)
-                copies = self._pair(new, split)
-                if split == "train":
-                    facts = sample_pairs(originals, copies, fraction, seed)
-                else:
-                    for original, copy in zip(originals, copies):
-                        os.link(original.path, copy.path)
-            return facts
-
-        inputs = {"text": text, "fraction": fraction, "seed": seed}
-        return Step("sample", self.job.root / "sample", sample, inputs)
+    def sample(self, text: Path, new: Path) -> dict[str, int]:
+        """Keep a fraction of the training pairs of a text, and the other splits as they are."""
+        new.mkdir()
+        for split in self.splits:
+            if split != "train":
+                for original, copy in zip(self._pair(text, split), self._pair(new, split)):
+                    os.link(original.path, copy.path)
+        originals = self._pair(text, "train")
+        return sample_pairs(originals, self._pair(new, "train"), self.fraction, self.seed)
 
     def _token_inputs(self) -> Values:
         """What the tokenised text depends on."""
@@ -202,16 +200,21 @@ class TranslationPreparation:
         """The splits of the raw text, with the processing before the segmentation."""
         splits = []
         for split in self.job.parts:
-            first, second = self.languages
-            source = self.data.steps_for(split, first, self.settings)
-            target = self.data.steps_for(split, second, self.settings)
+            source, target = (
+                self.data.steps_for(split, language, self.settings) for language in self.languages
+            )
             treatment = Treatment((source, target), cleaning=self.data.cleaning("tokens", split))
             is_train = split == "train"
-            # SentencePiece cuts any word into pieces, none of which is one of fairseq's symbols
-            must_be_words = not self.data.downloadable and not self.uses_pieces
-            hold_out = self.data.hold_out if is_train else None
             splits.append(
-                Split(split, self._texts(split), treatment, hold_out, is_train, must_be_words)
+                Split(
+                    split,
+                    self._texts(split),
+                    treatment,
+                    hold_out=self.data.hold_out if is_train else None,
+                    lenient=is_train,
+                    # SentencePiece cuts any word into pieces, none of which is one of fairseq's symbols
+                    own=not self.data.downloadable and not self.uses_pieces,
+                )
             )
         return splits
 
@@ -239,15 +242,14 @@ class TranslationPreparation:
         dataset = datasets()[self.settings["recipe"]]
         is_unprocessed = dataset.splits_hyphens and not self.data.steps
         if is_unprocessed and hyphens(itertools.chain(*sample)) == WHOLE:
+            path = self._texts("train")[0][1].path
             log.warning(
-                "%s has compounds with hyphens (a-b), but %s splits them (a @-@ b): its BLEU is not "
-                "comparable with the paper's without a compound split",
-                self._texts("train")[0][1].path,
-                dataset.name,
+                f"{path} has compounds with hyphens (a-b), but {dataset.name} splits them (a @-@ b): its "
+                "BLEU is not comparable with the paper's without a compound split"
             )
 
     def _texts(self, split: str) -> list[TextFilePair]:
-        """The (source, target) pairs of files of a split."""
+        """The (source, target) pairs of files of a split, which alternate in the job's texts."""
         texts = self.job.texts.get(split, [])
         return list(zip(texts[::2], texts[1::2]))
 
@@ -266,14 +268,12 @@ def _warn_of_rules(language: str) -> None:
     """Warn of a language for which Moses' tokeniser has no rules."""
     if writes_no_spaces(language):
         log.warning(
-            "Moses' tokeniser finds no words in %s, which has no spaces. Use data.segmentation=%s",
-            language,
-            SENTENCEPIECE,
+            f"Moses' tokeniser finds no words in {language}, which has no spaces. Use "
+            f"data.segmentation={SENTENCEPIECE}"
         )
     elif not has_prefixes(language):
         log.warning(
-            "Moses has no list of abbreviations for %s: the English list is used, as Moses does",
-            language,
+            f"Moses has no list of abbreviations for {language}: the English list is used, as Moses does"
         )
 
 

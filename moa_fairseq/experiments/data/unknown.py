@@ -60,9 +60,10 @@ def count_symbols(
 
 def _count(stem: Path) -> Symbols:
     """Count the symbols of one binarised file."""
-    dataset = MMapIndexedDataset(str(stem))  # the memory map of its sizes closes with it: copy them
-    sizes = numpy.array(dataset.sizes)
+    dataset = MMapIndexedDataset(str(stem))
+    sizes = numpy.array(dataset.sizes)  # a copy: their memory map closes with the data set
     total = int(sizes.sum(dtype=numpy.int64))
+    # Bytes of a symbol
     width = Path(f"{stem}.bin").stat().st_size // total
     symbols = numpy.memmap(f"{stem}.bin", dtype=f"<u{width}", mode="r")
     unk = Dictionary().unk()
@@ -89,10 +90,8 @@ def check_unknown(
         UserError: if the share in the training text is above REFUSED.
     """
     shares = {name: counted.share for name, counted in counts.items()}
-    log.info(
-        "<unk> of the symbols: %s",
-        ", ".join(f"{name} {share:.2%}" for name, share in shares.items()),
-    )
+    shown = ", ".join(f"{name} {share:.2%}" for name, share in shares.items())
+    log.info(f"<unk> of the symbols: {shown}")
     if not learnt:
         return
     for name, share in shares.items():
@@ -103,6 +102,6 @@ def check_unknown(
                 f"{problem}. {remedy} To accept it: --allow-unknown (data.allow_unknown: true)."
             )
         if is_train and share > WARNED:
-            log.warning("%s. %s", problem, remedy)
+            log.warning(f"{problem}. {remedy}")
         elif share > WARNED:
-            log.warning("%s, because the training text has no such pieces", problem)
+            log.warning(f"{problem}, because the training text has no such pieces")

@@ -61,7 +61,7 @@ def _translation_codecs(
     """
     if rules.encoder == SENTENCEPIECE:
         is_joined = f"model/{pieces.MODEL}" in files
-        models = pieces.names((rules.source, rules.target), is_joined)
+        models = pieces.model_names((rules.source, rules.target), is_joined)
         source = _piece_codec(models[rules.source], files, folder)
         return source, _piece_codec(models[rules.target], files, folder)
     for name in (f"bpe/{CODES}", CODES):

@@ -232,19 +232,19 @@ def test_a_pair_can_be_turned_round(source, target, pair):
     named = argparse.Namespace(
         source=source, target=target, bpe=None, tokenize=None, **SEGMENTED
     )
-    settings = command._settings(command.names()["iwslt14_de_en"], named)
+    settings = command._settings(command.preparable()["iwslt14_de_en"], named)
     assert f"{settings['source']} {settings['target']}" == pair
 
 
 @pytest.mark.parametrize("said, merges", [(None, 10000), (0, None), (30, 30)])
 def test_no_merges_are_a_number_of_merges(said, merges):
     named = argparse.Namespace(source=None, target=None, bpe=said, tokenize=None, **SEGMENTED)
-    assert command._settings(command.names()["iwslt14_de_en"], named)["bpe"] == merges
+    assert command._settings(command.preparable()["iwslt14_de_en"], named)["bpe"] == merges
 
 
 @pytest.mark.parametrize("said", [None, 0, 3])
 def test_listops_is_drawn_by_the_seed_zero_too(said):
-    drawn = command.names()["listops"].generated
+    drawn = command.preparable()["listops"].generated
     named = argparse.Namespace(name="listops", flavour=None, seed=said, sizes=None)
     assert command._dataset(named).generated == {
         **drawn,
@@ -261,7 +261,9 @@ def test_each_data_set_has_its_script_and_its_row():
         "listops_depth3",
     }
     own = {"text_gpt2bpe", "embedded_gpt2bpe", "text_sp", "parallel", "embedded", "tatoeba"}
-    assert names | flavours | own | {"wikitext103_raw", "wikitext2_raw"} == set(command.names())
+    assert names | flavours | own | {"wikitext103_raw", "wikitext2_raw"} == set(
+        command.preparable()
+    )
     assert set(re.findall(r"^\| `data-prep/(\w+)\.sh` \|", README, re.MULTILINE)) == names
     for path in SCRIPTS:
         assert os.access(path, os.X_OK) and path.readlink() == Path("_prepare.sh")

@@ -115,7 +115,7 @@ def test_pieces_are_on_the_disk_before_the_record_that_counts_them(tmp_path, mon
     progress = monolingual._Progress({"most": 9})
     with open(tmp_path / "train", "wb") as stream:
         stream.write(b"three")
-        progress.save(monolingual._Longest(), stream, tmp_path / "train.json")
+        progress.save(stream, tmp_path / "train.json")
     assert events == [5, "record"] and progress.bytes == 5
 
 

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import regex
@@ -506,17 +505,16 @@ def test_equals_perl(tmp_path, rules):
 
 
 @pytest.mark.parametrize(
-    ("first", "rest", "calls"),
+    ("rest", "cut"),
     [
-        (b"abc", [], 0),  # the whole last line, without its end
-        (b"abc\n", [], 0),
-        (b"abcde", [b"fg"], 1),
-        (b"abcde", [b"fghij", b"\n"], 2),
-        (b"abcde", [b""], 1),
+        (b"", b"abcd"),  # the whole last line, without its end
+        (b"\nnext\n", b"abcd\n"),
+        (b"e\nnext\n", b"abcde"),
+        (b"efg\nnext\n", b"abcde"),
+        (b"efghij\nnext\n", b"abcde"),
+        (b"efghi", b"abcde"),
     ],
 )
-def test_no_byte_behind_the_end_of_a_bad_line_is_read(first, rest, calls):
-    stream = Mock()
-    stream.readline.side_effect = [*rest, AssertionError("read behind the end")]
-    parallel_text._skip_line(stream, first, most=4)
-    assert stream.readline.call_count == calls
+def test_a_line_is_cut_off_and_no_byte_behind_its_end_is_lost(rest, cut):
+    lines = list(parallel_text._raw_lines(io.BytesIO(b"abcd" + rest), most=4))
+    assert lines == [cut, *[b"next\n"][: rest.count(b"next")]]
