@@ -28,7 +28,7 @@ from moa_fairseq.plugin.forward_context import (
 )
 
 if TYPE_CHECKING:
-    FairseqLayer = TransformerEncoderLayerBase
+    from fairseq.modules.transformer_layer import TransformerEncoderLayerBase as FairseqLayer
 else:
     FairseqLayer = object
 

@@ -279,5 +279,5 @@ def warn_of_no_g_step(trainer: Any, every: int) -> None:
         )
 
 
-def _count(parameters: Iterable[nn.Parameter]) -> int:
+def _count(parameters: Iterable[torch.Tensor]) -> int:
     return sum(map(torch.numel, parameters))

@@ -153,7 +153,7 @@ def save_patience(save: Callable, trainer: Any, filename: str, extra_state: dict
     --patience starts from zero after each restart, so that an interrupted training takes longer: fairseq
     keeps the count at its function `should_stop_early`.
     """
-    stop = _program().get("should_stop_early")
+    stop: Any = _program().get("should_stop_early")
     if hasattr(stop, "num_runs"):
         extra_state["patience"] = {"best": float(stop.best), "num_runs": stop.num_runs}
     return save(trainer, filename, extra_state)
