@@ -10,24 +10,20 @@ experts that a token chose: on the left for the attending tokens, below for the 
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from fairseq import utils
-from fairseq.modules import MultiheadAttention
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.analysis.attention_pass import pass_with_weights, routings_of
 from moa_fairseq.experiments.analysis.result import Analysis
-from moa_fairseq.experiments.analysis.routed_model import kind_of
+from moa_fairseq.experiments.analysis.routed_model import kind_of, layer_of
 from moa_fairseq.experiments.scoring.trained_model import device_for, load_subset, symbols_at
-from moa_fairseq.layers.attention import Attention
-from moa_fairseq.layers.routing import Routing
-from moa_fairseq.plugin.forward_context import NamedRoutings, collect_routings
 
 NAME = "attention-maps"
 SUMMARY = "who attends to whom in one sentence, and by which experts (SwitchHead Figs. 2, 5 and 6)"
@@ -62,23 +58,9 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
             raise UserError(f"--layer {args.layer}: the model has layers 1 to {layers}.")
         maps = [attention for attention in maps if attention.layer == args.layer]
     draw = draw_layers if args.layer is None else draw_heads
-    lines = []
-    modules = []
-    for attention in maps:
-        heads, queries, keys = attention.weights.shape
-        share = torch.special.entr(attention.weights).sum(2).mean().item() / math.log(max(keys, 2))
-        entropy = f"entropy {share:.0%} of an even one's"
-        lines.append(f"{attention.name}: {heads} maps of {queries} x {keys} tokens, {entropy}")
-        module = {
-            "name": attention.name,
-            "queries": attention.queries,
-            "keys": attention.keys,
-            "weights": attention.weights.tolist(),
-            "gates": {side: gate.tolist() for side, gate in attention.gates.items()},
-        }
-        modules.append(module)
-    figure = draw(maps, f"{args.model.name}, sentence {args.sentence} of {args.subset}")
-    return Analysis(lines, figure, {"sentence": args.sentence, "modules": modules})
+    title = f"{args.model.name}, sentence {args.sentence} of {args.subset}"
+    report = {"sentence": args.sentence, "modules": [attention.record() for attention in maps]}
+    return Analysis([attention.summary() for attention in maps], draw(maps, title), report)
 
 
 @dataclass
@@ -108,8 +90,24 @@ class AttentionMap:
 
     @property
     def layer(self) -> int:
-        """The number of the layer, from 1."""
-        return next(int(part) for part in self.name.split(".") if part.isdigit()) + 1
+        return layer_of(self.name)
+
+    def summary(self) -> str:
+        """A line with the sizes and the mean entropy of the maps."""
+        heads, queries, keys = self.weights.shape
+        share = torch.special.entr(self.weights).sum(2).mean().item() / math.log(max(keys, 2))
+        entropy = f"entropy {share:.0%} of an even one's"
+        return f"{self.name}: {heads} maps of {queries} x {keys} tokens, {entropy}"
+
+    def record(self) -> dict[str, Any]:
+        """The maps as JSON values."""
+        return {
+            "name": self.name,
+            "queries": self.queries,
+            "keys": self.keys,
+            "weights": self.weights.tolist(),
+            "gates": {side: gates.tolist() for side, gates in self.gates.items()},
+        }
 
 
 def measure_attention(
@@ -133,104 +131,26 @@ def measure_attention(
     sample = dataset.collater([dataset[sentence]])
     if device.type == "cuda":
         sample = utils.move_to_cuda(sample)
-    weights_by_name, routings, _ = pass_with_weights(model.to(device).eval(), sample["net_input"])
     net_input = sample["net_input"]
     source = symbols_at(task.source_dictionary, net_input["src_tokens"][0])
-    target = []
+    target = source  # the decoder of a language model reads the source tokens
     if "prev_output_tokens" in net_input:
         target = symbols_at(task.target_dictionary, net_input["prev_output_tokens"][0])
     maps = []
-    for name, batch in weights_by_name.items():
-        weights = batch[:, 0]
-        # The decoder of a language model reads the source tokens
-        queries = target if target and name.startswith("decoder.") else source
+    attention_pass = pass_with_weights(model.to(device).eval(), net_input)
+    for name, weights in attention_pass.weights.items():
+        queries = target if name.startswith("decoder.") else source
         keys = source if name.endswith(".encoder_attn") else queries
-        gates: dict[str, Tensor] = {}
-        groups = 1
-        for side, routing in routings_of(name, routings):
+        attention = AttentionMap(name, weights[:, 0], queries, keys, {})
+        for side, routing in routings_of(name, attention_pass.routings).items():
             if routing.scope == "tokens":
-                groups = groups if gates else routing.groups
-                gates[side] = gates_by_expert(routing)
+                attention.groups = routing.groups  # as many on both sides
+                attention.gates[side] = routing.gates_by_expert.t().float().cpu()
         # One routing is recorded for both sides
         if getattr(model.get_submodule(name), "shares_selection", False):
-            gates["keys"] = gates["queries"]
-        maps.append(AttentionMap(name, weights, queries, keys[-weights.size(2) :], gates, groups))
+            attention.gates["keys"] = attention.gates["queries"]
+        maps.append(attention)
     return maps
-
-
-def routings_of(name: str, routings: NamedRoutings) -> Iterator[tuple[str, Routing]]:
-    """The side, "queries" or "keys", and the routing of each router of a module.
-
-    Args:
-        name: the name of the module.
-        routings: the routings of all modules.
-    """
-    for path, routing in routings:
-        if path.removesuffix(f".{routing.side}") == name:
-            yield routing.side, routing
-
-
-@torch.no_grad()
-def pass_with_weights(
-    model: nn.Module,
-    net_input: dict[str, Any],
-    watch: Callable[..., None] | None = None,
-    features_only: bool = True,
-) -> tuple[dict[str, Tensor], NamedRoutings, Any]:
-    """One forward pass that keeps the weights of every attention.
-
-    Args:
-        model: the model, in evaluation mode.
-        net_input: fairseq's arguments of the model.
-        watch: a function that is called as soon as an attention has run, with the attention's name, the
-            module, the keywords of its call, and the routings so far.
-        features_only: whether the output layer is left out.
-
-    Returns:
-        Name of an attention → the weights of each head or slot, [H, B, T, S]; the routings; the output.
-
-    Raises:
-        UserError: for a model without such attention.
-    """
-    weights_by_name: dict[str, Tensor] = {}
-    hooks = []
-
-    def ask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return args, kwargs | {"need_weights": True, "need_head_weights": True}
-
-    def keep(
-        name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any
-    ) -> None:
-        weights_by_name[name] = result[1].float().cpu()
-        if watch is not None:
-            watch(name, module, kwargs, routings)
-
-    for name, module in model.named_modules():
-        # Otherwise fairseq calls torch's fused layer, which returns no weights
-        if hasattr(module, "ever_training"):
-            vars(module)["ever_training"] = True
-        if not isinstance(module, (Attention, MultiheadAttention)):
-            continue
-        if isinstance(module, MultiheadAttention):
-            module.skip_embed_dim_check = True  # else fairseq averages the weights over the heads
-        hooks.append(module.register_forward_pre_hook(ask, with_kwargs=True))
-        hooks.append(module.register_forward_hook(partial(keep, name), with_kwargs=True))
-    try:
-        with collect_routings() as routings:
-            output = model(**net_input, features_only=features_only)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not weights_by_name:
-        raise UserError(f"{type(model).__name__} has no attention that this analysis knows.")
-    return weights_by_name, routings, output
-
-
-def gates_by_expert(routing: Routing) -> Tensor:
-    """The gate of each expert for each token, [E, N]; zero if the token did not choose the expert."""
-    gate = routing.gates.detach().float()
-    gates = gate.new_zeros(gate.size(0), routing.num_experts)
-    return gates.scatter(1, routing.expert_ids, gate).t().cpu()
 
 
 def draw_layers(maps: Sequence[AttentionMap], title: str = "") -> Figure:
@@ -270,55 +190,61 @@ def draw_heads(maps: Sequence[AttentionMap], title: str = "") -> Figure:
 
 
 def _draw_head(subfigure: Any, attention: AttentionMap, head: int) -> None:
-    """Draw the map of one head, with the queries' gates on its left and the keys' gates below it."""
+    """Draw the map of one head, with the gates of its experts."""
     group = head if attention.groups > 1 else 0
-    strips = {}
+    gates_of_head = {}
     for side, gates in attention.gates.items():
-        strips[side] = gates.view(attention.groups, -1, gates.size(1))[group]
-    title = f"{'head' if attention.groups > 1 or not attention.gates else 'slot'} {head + 1}"
-    draw_map(subfigure, attention.weights[head], attention.queries, strips, title, attention.keys)
+        gates_of_head[side] = gates.view(attention.groups, -1, gates.size(1))[group]
+    # In other routed attention a token has a slot for each expert that it chose
+    kind = "head" if attention.groups > 1 or not attention.gates else "slot"
+    weights = attention.weights[head]
+    title = f"{kind} {head + 1}"
+    draw_map(subfigure, weights, attention.queries, attention.keys, gates_of_head, title)
 
 
 def draw_map(
     subfigure: Any,
     weights: Tensor,
-    rows: list[str],
-    strips: dict[str, Tensor],
+    queries: list[str],
+    keys: list[str],
+    gates: dict[str, Tensor],
     title: str,
-    columns: list[str] | None = None,
 ) -> None:
-    """Draw the attention of one head, with the gates of the experts that the tokens chose next to it.
+    """Draw the attention of one head, with the gates of the queries on its left and those of the keys below.
 
     Args:
         subfigure: a figure or a subfigure.
         weights: the weights of the head, [T, S].
-        rows: the T attending tokens.
-        strips: "queries" and "keys" → the gates, [E, T] and [E, S]; without a side that is not routed.
+        queries: the T attending tokens.
+        keys: the S tokens that they attend to.
+        gates: "queries" and "keys" → the gates of the experts, [E, T] and [E, S]; without a side that is not
+            routed.
         title: the title of the map.
-        columns: the S tokens that they attend to (None: the tokens in `rows`).
     """
-    columns = rows if columns is None else columns
-    wide = len(strips.get("queries", ()))
-    tall = len(strips.get("keys", ()))
-    unit = max(1, len(rows) // 24)
+    query_experts = len(gates.get("queries", ()))
+    key_experts = len(gates.get("keys", ()))
+    thickness = max(1, len(queries) // 24)  # of an expert, in tokens
+    widths = [len(keys)]
+    if query_experts:
+        widths = [query_experts * thickness, len(keys)]
+    heights = [len(queries)]
+    if key_experts:
+        heights = [len(queries), key_experts * thickness]
     panels = subfigure.subplots(
-        1 + bool(tall),
-        1 + bool(wide),
-        squeeze=False,
-        width_ratios=[wide * unit] * bool(wide) + [len(columns)],
-        height_ratios=[len(rows)] + [tall * unit] * bool(tall),
+        len(heights), len(widths), squeeze=False, width_ratios=widths, height_ratios=heights
     )
     for panel in panels.flat:
         panel.set_axis_off()
     main = panels[0][-1]
-    _show(main, weights, [] if wide else rows, [] if tall else columns)
+    _show(main, weights, [] if query_experts else queries, [] if key_experts else keys)
     main.set_title(title, fontsize=7)
-    largest = max((gates.max().item() for gates in strips.values()), default=0.0) or 1.0
-    experts = list(map(str, range(1, max(wide, tall) + 1)))
-    if wide:
-        _show(panels[0][0], strips["queries"].t(), rows, experts[:wide], "Oranges", largest)
-    if tall:
-        _show(panels[-1][-1], strips["keys"], experts[:tall], columns, "Oranges", largest)
+    largest = max((side.max().item() for side in gates.values()), default=0.0) or 1.0
+    experts = list(map(str, range(1, max(query_experts, key_experts) + 1)))
+    if query_experts:
+        names = experts[:query_experts]
+        _show(panels[0][0], gates["queries"].t(), queries, names, "Oranges", largest)
+    if key_experts:
+        _show(panels[-1][-1], gates["keys"], experts[:key_experts], keys, "Oranges", largest)
 
 
 def _show(

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +14,35 @@ from moa_fairseq.layers.switchhead import SwitchHeadAttention
 from moa_fairseq.plugin.forward_context import forward_context
 
 
-@dataclasses.dataclass
-class Places:
-    """The positions of the scores in B sequences in which N symbols are read twice.
+class Places(NamedTuple):
+    """The positions of the scores in B sequences of </s> and N different symbols twice.
+
+    The symbols are at 1 … N and again at N + 1 … 2·N.
 
     Args:
-        tokens: the symbols, [B, 1 + 2·N].
-        queries: the positions at which a symbol can be copied, [N − 1].
-        keys: the position of the symbol to copy at each of them, [N − 1].
+        tokens: the sequences, [B, 1 + 2·N].
     """
 
     tokens: Tensor
-    queries: Tensor
-    keys: Tensor
+
+    @property
+    def num_symbols(self) -> int:
+        """N."""
+        return self.tokens.size(1) // 2
+
+    @property
+    def queries(self) -> Tensor:
+        """The positions of the second time but the last, after which there is no copy, [N − 1]."""
+        return torch.arange(self.num_symbols + 1, 2 * self.num_symbols)
+
+    @property
+    def keys(self) -> Tensor:
+        """For each query, the first position of the symbol that follows, [N − 1]."""
+        return torch.arange(2, self.num_symbols + 1)
 
 
 @dataclasses.dataclass
-class Copying:
+class CopyingShares:
     """The share of the symbol to copy in all logits that a part raises, [B, N − 1] for each part.
 
     Args:
@@ -60,7 +72,7 @@ def direct_effects(
     call: dict[str, Any],
     places: Places,
     routings: dict[str, Routing],
-) -> Copying:
+) -> CopyingShares:
     """Measure the copying of each head by passes of the module in which the other heads' results are zero.
 
     Args:
@@ -71,56 +83,69 @@ def direct_effects(
         routings: side → the routing of this call.
     """
     decoder: Any = model.decoder
-    effects = Copying()
+    shares = CopyingShares()
     if decoder.adaptive_softmax is not None:
-        return effects
+        return shares
     with _ablate_all_but(module, None) as head_counts:
         zero_pass = _output(module, call)  # only the biases
     if len(head_counts) != 1:  # the module attends in several parts
-        return effects
+        return shares
     for head in range(head_counts[0]):
         with _ablate_all_but(module, head):
-            effects.heads.append(_copying(decoder, _output(module, call) - zero_pass, places))
-    values = value_routing(module, routings)
-    if values is None:
-        return effects
-    for expert in range(values.num_experts):
-        with _ablate_all_values_but(module, values.expert_ids == expert):
-            copying = _copying(decoder, _output(module, call) - zero_pass, places)
-            effects.value_experts.append(copying)
-    return effects
+            effect = _output(module, call) - zero_pass
+        shares.heads.append(_copying_share(decoder, effect, places))
+    routing = value_routing(module, routings)
+    if routing is None:
+        return shares
+    for expert in range(routing.num_experts):
+        with _ablate_all_values_but(module, routing.expert_ids == expert):
+            effect = _output(module, call) - zero_pass
+        shares.value_experts.append(_copying_share(decoder, effect, places))
+    return shares
 
 
 def _output(module: Attention, call: dict[str, Any]) -> Tensor:
-    """The output of an attention, [T, B, C]."""
+    """The output of an attention, [T, B, C], without its hooks, which called this function."""
     with forward_context(routings=()):
-        output: Tensor = type(module).forward(module, **call)[0]
+        output: Tensor = module.forward(**call)[0]
     return output
 
 
-def _copying(decoder: Any, effect: Tensor, places: Places) -> Tensor:
+def _copying_share(decoder: Any, effect: Tensor, places: Places) -> Tensor:
     """The share of the symbol to copy, [B, N − 1], in all logits that an effect, [T, B, C], raises."""
-    x = effect.transpose(0, 1)[:, places.queries]
+    raised = _raised_logits(decoder, effect.transpose(0, 1)[:, places.queries])
+    of_symbols = places.tokens[:, None, 1 : places.num_symbols + 1]
+    total = raised.gather(2, of_symbols.expand(-1, raised.size(1), -1)).sum(-1)
+    copied = raised.gather(2, places.tokens[:, places.keys, None])[..., 0]
+    return torch.where(total > 0, copied / total, 0.0).cpu()
+
+
+def _raised_logits(decoder: Any, x: Tensor) -> Tensor:
+    """How far x, [B, T, C], raises each logit above the mean logit, [B, T, V]; zero for the others."""
     if isinstance(decoder.layer_norm, nn.LayerNorm):
         x = x - x.mean(-1, keepdim=True)
     gain = getattr(decoder.layer_norm, "weight", 1.0)
     bias = decoder.output_layer(torch.zeros_like(x[:1, :1]))
-    logits = decoder.output_layer(x * gain) - bias  # [B, N − 1, V]
-    raised = (logits - logits.mean(-1, keepdim=True)).relu()
-    symbols = places.tokens[:, None, 1 : places.keys.numel() + 2].expand(-1, x.size(1), -1)
-    copied = places.tokens[:, places.keys, None]
-    total = raised.gather(2, symbols).sum(-1)
-    return torch.where(total > 0, raised.gather(2, copied)[..., 0] / total, 0.0).cpu()
+    logits = decoder.output_layer(x * gain) - bias
+    return (logits - logits.mean(-1, keepdim=True)).relu()
 
 
 @contextmanager
 def _ablate_all_but(module: Attention, head: int | None) -> Iterator[list[int]]:
-    """Inside the block, the results of all heads but one are zero; each call adds the number of heads."""
-    calls: list[int] = []
+    """Inside the block, the results of all heads but one are zero.
+
+    Args:
+        module: the attention.
+        head: the head whose results stay; None: no head.
+
+    Yields:
+        The number of heads in each call of `attend`.
+    """
+    head_counts: list[int] = []
 
     def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         heads, weights = type(module).attend(module, *args, **kwargs)
-        calls.append(heads.size(1))
+        head_counts.append(heads.size(1))
         results = torch.zeros_like(heads)
         if head is not None:
             results[:, head] = heads[:, head]
@@ -128,7 +153,7 @@ def _ablate_all_but(module: Attention, head: int | None) -> Iterator[list[int]]:
 
     vars(module)["attend"] = attend
     try:
-        yield calls
+        yield head_counts
     finally:
         del vars(module)["attend"]
 

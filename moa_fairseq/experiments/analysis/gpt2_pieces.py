@@ -37,20 +37,19 @@ class Gpt2Pieces:
         """Each word with the positions of its pieces; words that the sample may cut do not count."""
         positions: list[int] = []
         spelled = ""
-        inside = not self.cut_samples
+        is_whole = not self.cut_samples
         for position, symbol in enumerate(symbols):
-            piece = None
-            if symbol is not None:
-                piece = self._spelled(symbol)
-            if positions and (piece is None or piece.startswith(_SPACE)):
+            piece = self._spelled(symbol) if symbol is not None else ""
+            begins_word = piece.startswith(_SPACE)
+            if positions and (begins_word or not piece):
                 yield self._text(spelled).strip(), positions
-                spelled = ""
                 positions = []
-            # Every sample begins with <s>, a None at position 0; a later None ends a line
-            inside = inside or (piece.startswith(_SPACE) if piece is not None else position > 0)
-            if piece is not None and inside:
-                spelled = spelled + piece
-                positions = [*positions, position]
+                spelled = ""
+            # A None at position 0 is the <s> before every sample; a later one ends a line
+            is_whole = is_whole or begins_word or (symbol is None and position > 0)
+            if piece and is_whole:
+                positions.append(position)
+                spelled += piece
 
     def _spelled(self, symbol: str) -> str:
         """The encoding's spelling of an id, with a character for each byte; other symbols do not change."""
@@ -59,6 +58,7 @@ class Gpt2Pieces:
         return symbol
 
     def _text(self, spelled: str) -> str:
+        """The bytes of a spelling as text; a symbol that is not an id does not change."""
         letters = self.encoder.byte_decoder
         if not letters.keys() >= set(spelled):
             return spelled
@@ -83,8 +83,8 @@ def gpt2_pieces(task: Any, data: Path) -> Gpt2Pieces | None:
     for symbol in dictionary.symbols[dictionary.nspecial :]:
         if symbol != "<mask>" and not symbol.startswith("madeupword"):  # fairseq's fillers
             ids.append(symbol)
-    has_files = bpe_files(data) is not None
-    if not ids or not all(map(str.isdigit, ids)) or not (has_files or hasattr(task, "mask_idx")):
+    is_gpt2 = bpe_files(data) is not None or hasattr(task, "mask_idx")
+    if not (ids and all(map(str.isdigit, ids)) and is_gpt2):
         return None
     cut_samples = str(getattr(task.cfg, "sample_break_mode", "eos")) == "none"
     return Gpt2Pieces(encoder_of(data), cut_samples)

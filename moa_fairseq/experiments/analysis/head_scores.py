@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.experiments.analysis.attention_maps import (
-    gates_by_expert,
-    pass_with_weights,
-    routings_of,
-)
+from moa_fairseq.experiments.analysis.attention_pass import pass_with_weights
 from moa_fairseq.experiments.analysis.direct_effects import (
-    Copying,
+    CopyingShares,
     Places,
     direct_effects,
     value_routing,
@@ -24,7 +21,6 @@ from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.moa import MixtureOfAttention
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.switchhead import SwitchHeadAttention
-from moa_fairseq.plugin.forward_context import NamedRoutings
 
 
 class HeadMap(NamedTuple):
@@ -93,34 +89,26 @@ def measure_heads(
         UserError: for a model without attention of a kind that this analysis knows.
     """
     model = model.to(device).eval()
-    tokens = tokens.to(device)
-    num_symbols = tokens.size(1) // 2
-    # </s> is at 0, the symbols are at 1 … N and again at N + 1 … 2·N; behind the last of them is no copy.
-    # The key of query i, at i − N + 1, has the symbol that follows
-    places = Places(
-        tokens=tokens,
-        queries=torch.arange(num_symbols + 1, 2 * num_symbols),
-        keys=torch.arange(2, num_symbols + 1),
-    )
-    copying_by_name: dict[str, Copying] = {}
-
-    def watch(name: str, module: nn.Module, call: dict[str, Any], routings: NamedRoutings) -> None:
-        if isinstance(module, Attention):
-            module_routings = dict(routings_of(name, routings))
-            copying_by_name[name] = direct_effects(model, module, call, places, module_routings)
-
-    with torch.no_grad():
-        weights_by_name, routings, output = pass_with_weights(
-            model, {"src_tokens": tokens}, watch, features_only=False
-        )
+    places = Places(tokens.to(device))
     heads: list[HeadScore] = []
-    for name, weights in weights_by_name.items():
-        module = model.get_submodule(name)
-        module_routings = dict(routings_of(name, routings))
-        copying = copying_by_name.get(name, Copying())
-        heads += _module_scores(name, module, weights, module_routings, copying, places)
-    likeliest = output[0][:, places.queries].argmax(-1)
-    accuracy = (likeliest == tokens[:, places.keys]).double().mean().item()
+
+    def add_scores(
+        name: str,
+        module: nn.Module,
+        call: dict[str, Any],
+        weights: Tensor,
+        routings: dict[str, Routing],
+    ) -> None:
+        copying = CopyingShares()
+        if isinstance(module, Attention):
+            copying = direct_effects(model, module, call, places, routings)
+        heads.extend(_module_scores(name, module, weights, routings, copying, places))
+
+    attention_pass = pass_with_weights(
+        model, {"src_tokens": places.tokens}, add_scores, features_only=False
+    )
+    likeliest = attention_pass.output[0][:, places.queries].argmax(-1)
+    accuracy = (likeliest == places.tokens[:, places.keys]).double().mean().item()
     return heads, accuracy
 
 
@@ -129,64 +117,59 @@ def _module_scores(
     module: nn.Module,
     weights: Tensor,
     routings: dict[str, Routing],
-    copying: Copying,
+    copying: CopyingShares,
     places: Places,
 ) -> list[HeadScore]:
     """The scores of a module's heads from the weights of its heads or slots, [H, B, T, S]."""
-    routing = _routing_to_heads(module, routings)
-    if routing is None:
-        heads = _unrouted_heads(weights, copying)
-    else:
-        heads = _routed_heads(module, weights, routing, copying, places)
+    heads = _heads(module, weights, routings, copying, places)
     attention = heads.weights[:, :, places.queries, places.keys]  # [H, B, N − 1]
     is_chosen = heads.is_chosen[:, :, places.queries]
     gates = _gates_of_heads(module, routings, places)
-    routing_of_values = value_routing(module, routings)
+    values = value_routing(module, routings)
     scores = []
-    for head in range(len(attention)):
-        head_copying = None if heads.copying is None else heads.copying[head]
-        score = _head_score(
-            name, heads.kind, head + 1, attention[head], head_copying, is_chosen[head]
-        )
-        if routing_of_values is not None:
-            score.experts = _value_scores(
-                name, head, routing_of_values, attention[head], copying, places
-            )
+    for head, shares in enumerate(heads.copying):
+        means = _mean_scores(attention[head], shares, is_chosen[head])
+        score = HeadScore(name, heads.kind, head + 1, *means)
+        if values is not None:
+            score.experts = _value_scores(name, head, values, attention[head], copying, places)
         head_gates = {side: gate[head] for side, gate in gates.items()}
         score.map = HeadMap(heads.weights[head, 0], head_gates)
         scores.append(score)
     return scores
 
 
-class _Heads(NamedTuple):
+class _HeadTensors(NamedTuple):
     """What the heads of a module attend to.
 
     Args:
         kind: "head", or "expert" if an expert is a head.
         weights: the attention, [H, B, T, T].
-        is_chosen: whether a symbol uses a head, [H, B, T].
-        copying: the copying of each head, [H, B, N − 1]; None if it was not measured.
+        is_chosen: whether a token chose the head, [H, B, T].
+        copying: the copying of each head, [B, N − 1]; None if it was not measured.
     """
 
     kind: str
     weights: Tensor
     is_chosen: Tensor
-    copying: Tensor | None
+    copying: Sequence[Tensor | None]
 
 
-def _unrouted_heads(weights: Tensor, copying: Copying) -> _Heads:
-    is_chosen = torch.ones(weights.shape[:3], dtype=torch.bool)
-    head_copying = torch.stack(copying.heads) if copying.heads else None
-    return _Heads("head", weights, is_chosen, head_copying)
-
-
-def _routed_heads(
-    module: nn.Module, weights: Tensor, routing: Routing, copying: Copying, places: Places
-) -> _Heads:
+def _heads(
+    module: nn.Module,
+    weights: Tensor,
+    routings: dict[str, Routing],
+    copying: CopyingShares,
+    places: Places,
+) -> _HeadTensors:
+    """The heads of a module: the experts if each expert is a head."""
+    routing = _routing_to_heads(module, routings)
+    if routing is None:
+        is_chosen = torch.ones(weights.shape[:3], dtype=torch.bool)
+        return _HeadTensors("head", weights, is_chosen, copying.heads or [None] * len(weights))
     expert_of_slot, num_experts = _expert_of_slot(module, routing, places)
     is_taken = torch.ones_like(expert_of_slot, dtype=torch.bool)
     expert_of_query = expert_of_slot[:, :, places.queries]
-    return _Heads(
+    return _HeadTensors(
         "expert",
         _scatter_to_experts(weights, expert_of_slot, num_experts),
         _scatter_to_experts(is_taken, expert_of_slot, num_experts),
@@ -224,19 +207,22 @@ def _scatter_to_experts(values: Tensor, expert_of_slot: Tensor, num_experts: int
     Returns:
         The values of the experts, [E, B, T, ...]; zero for tokens that did not choose the expert.
     """
+    index = expert_of_slot
+    while index.dim() < values.dim():
+        index = index[..., None]
     zeros = values.new_zeros(num_experts, *values.shape[1:])
-    # [K, B, T] → [K, B, T, 1 …]
-    index = expert_of_slot.view(*expert_of_slot.shape, *[1] * (values.dim() - 3))
     return zeros.scatter(0, index.expand_as(values), values)
 
 
-def _copying_by_expert(copying: Copying, expert_of_slot: Tensor, num_experts: int) -> Tensor | None:
-    """The copying of the experts, [E, B, N − 1]; None if it was not measured for slots or experts."""
+def _copying_by_expert(
+    copying: CopyingShares, expert_of_slot: Tensor, num_experts: int
+) -> Sequence[Tensor | None]:
+    """The copying of each expert, [B, N − 1]; None if it was not measured for slots or experts."""
     if len(copying.heads) == num_experts:  # MoH computes all heads
-        return torch.stack(copying.heads)
+        return copying.heads
     if len(copying.heads) == len(expert_of_slot):
-        return _scatter_to_experts(torch.stack(copying.heads), expert_of_slot, num_experts)
-    return None  # NAMOH attends in packed rows, which belong to no single expert
+        return list(_scatter_to_experts(torch.stack(copying.heads), expert_of_slot, num_experts))
+    return [None] * num_experts  # NAMOH attends in packed rows, which belong to no single expert
 
 
 def _gates_of_heads(
@@ -247,38 +233,40 @@ def _gates_of_heads(
     if not isinstance(module, SwitchHeadAttention):
         return gates
     for side, routing in routings.items():
-        by_expert = gates_by_expert(routing).cpu()
-        # [H·E, B·T] → [H, E, B, T] → [H, E, T]
-        gates[side] = by_expert.view(module.num_heads, -1, *places.tokens.shape)[:, :, 0]
+        of_first = routing.gates_by_expert[: places.tokens.size(1)]  # [T, H·E]
+        gates[side] = of_first.t().unflatten(0, (module.num_heads, -1)).float().cpu()
     if module.shares_selection:
         gates["keys"] = gates["queries"]
     return gates
 
 
 def _value_scores(
-    name: str, head: int, routing: Routing, attention: Tensor, copying: Copying, places: Places
+    name: str,
+    head: int,
+    routing: Routing,
+    attention: Tensor,
+    copying: CopyingShares,
+    places: Places,
 ) -> list[HeadScore]:
     """The scores of a head's value experts, over the queries whose key has a value from that expert."""
     scores = []
+    shares = copying.value_experts or [None] * routing.num_experts
     experts_per_head = routing.num_experts // routing.groups
     for expert in range(experts_per_head):
         index = head * experts_per_head + expert
         # [B·T] → [B, T] → [B, N − 1]
         is_chosen = (routing.expert_ids == index).any(1).view_as(places.tokens)[:, places.keys]
-        expert_copying = copying.value_experts[index] if copying.value_experts else None
-        scores.append(
-            _head_score(name, "expert", expert + 1, attention, expert_copying, is_chosen.cpu())
-        )
+        means = _mean_scores(attention, shares[index], is_chosen.cpu())
+        scores.append(HeadScore(name, "expert", expert + 1, *means))
     return scores
 
 
-def _head_score(
-    name: str, kind: str, number: int, attention: Tensor, copying: Tensor | None, chosen: Tensor
-) -> HeadScore:
-    """The means over the queries that chose the head; attention, copying and chosen are [B, N − 1]."""
-    prefix = _mean(attention[chosen])
+def _mean_scores(
+    attention: Tensor, copying: Tensor | None, chosen: Tensor
+) -> tuple[float, float | None, float]:
+    """Prefix matching, copying and the share of the queries that chose the head, from [B, N − 1] each."""
     mean_copying = None if copying is None else _mean(copying[chosen])
-    return HeadScore(name, kind, number, prefix, mean_copying, _mean(chosen))
+    return _mean(attention[chosen]), mean_copying, _mean(chosen)
 
 
 def _mean(values: Tensor) -> float:

@@ -158,9 +158,8 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
     for head, subfigure in zip(with_maps, bottom.subfigures(1, len(with_maps), squeeze=False)[0]):
         weights, gates = head.map or HeadMap(torch.zeros(1, 1), {})
         layer = modules.index(head.name) + 1
-        draw_map(
-            subfigure, weights, names, gates, f"layer {layer}, {head.label}: {head.prefix:.2f}"
-        )
+        title_of_map = f"layer {layer}, {head.label}: {head.prefix:.2f}"
+        draw_map(subfigure, weights, names, names, gates, title_of_map)
     figure.suptitle(title, fontsize=10)
     return figure
 

@@ -41,7 +41,7 @@ def forward_passes(
     """
     device = device_for(cpu)
     empty = True
-    model.to(device).eval()  # in fairseq's hub `eval` returns nothing
+    model.to(device).eval()  # which returns nothing for a model of fairseq's hub
     for sample in batches(task, model, subset, max_tokens, device):
         with torch.no_grad(), collect_routings() as routings:
             # Without the output layer, which has no router and may have large logits
@@ -131,6 +131,11 @@ def kind_of(name: str) -> str:
     path = name.removesuffix(".keys").split(".")
     side = ", keys" if name.endswith(".keys") else ""
     return KINDS_OF_ATTENTION.get((path[0], path[-1]), "other") + side
+
+
+def layer_of(name: str) -> int:
+    """The number of a module's layer, from 1; 1 for a module outside the layers."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), 0) + 1
 
 
 def by_kind(summaries: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -13,7 +13,7 @@ from fairseq import utils
 from torch import Tensor
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.analysis.attention_maps import pass_with_weights
+from moa_fairseq.experiments.analysis.attention_pass import pass_with_weights
 from moa_fairseq.experiments.inference.text_model import TextModel
 from moa_fairseq.experiments.look.routes import Budget, RecordedPass, Router, routers_of
 from moa_fairseq.experiments.look.samples import Sample, kind_of_model
