@@ -53,11 +53,12 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     """
     maps = measure_attention(model, task, args.subset, args.sentence, device_for(args.cpu))
     layers = max(attention.layer for attention in maps)
+    draw = draw_layers
     if args.layer is not None:
+        draw = draw_heads
         if not 1 <= args.layer <= layers:
             raise UserError(f"--layer {args.layer}: the model has layers 1 to {layers}.")
         maps = [attention for attention in maps if attention.layer == args.layer]
-    draw = draw_layers if args.layer is None else draw_heads
     title = f"{args.model.name}, sentence {args.sentence} of {args.subset}"
     report = {"sentence": args.sentence, "modules": [attention.record() for attention in maps]}
     return Analysis([attention.summary() for attention in maps], draw(maps, title), report)
@@ -172,11 +173,8 @@ def draw_layers(maps: Sequence[AttentionMap], title: str = "") -> Figure:
 
 def draw_heads(maps: Sequence[AttentionMap], title: str = "") -> Figure:
     """The maps of each module's heads with the experts of both sides (SwitchHead Figs. 5 and 6)."""
-    columns = 0
-    longest = 0
-    for attention in maps:
-        columns = max(columns, attention.weights.size(0))
-        longest = max(longest, len(attention.queries), len(attention.keys))
+    columns = max(attention.weights.size(0) for attention in maps)
+    longest = max(max(attention.weights.shape[1:]) for attention in maps)
     side = max(2.6, 0.11 * longest)
     figure = Figure(figsize=(side * columns + 0.6, side * len(maps) + 0.6), layout="constrained")
     rows = figure.subfigures(len(maps), 1, squeeze=False)[:, 0]

@@ -50,11 +50,7 @@ def pass_with_weights(
     """
     _return_head_weights(model)
     weights_by_name: dict[str, Tensor] = {}
-
-    def request_weights(
-        module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
-        return args, kwargs | {"need_weights": True, "need_head_weights": True}
+    request = {"need_weights": True, "need_head_weights": True}
 
     def keep_weights(
         name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any
@@ -67,11 +63,12 @@ def pass_with_weights(
     with collect_routings() as routings, contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             if isinstance(module, (Attention, MultiheadAttention)):
-                keep = partial(keep_weights, name)
-                hooks.enter_context(
-                    module.register_forward_pre_hook(request_weights, with_kwargs=True)
+                before = module.register_forward_pre_hook(
+                    lambda module, args, kwargs: (args, kwargs | request), with_kwargs=True
                 )
-                hooks.enter_context(module.register_forward_hook(keep, with_kwargs=True))
+                after = module.register_forward_hook(partial(keep_weights, name), with_kwargs=True)
+                hooks.enter_context(before)
+                hooks.enter_context(after)
         output = model(**net_input, features_only=features_only)
     if not weights_by_name:
         raise UserError(f"{type(model).__name__} has no attention that this analysis knows.")

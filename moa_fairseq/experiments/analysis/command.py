@@ -36,12 +36,12 @@ from moa_fairseq.files import checksum, refuse_overwriting
 # Each module has NAME, SUMMARY, a docstring for --help, add_arguments(parser), and analyze, which returns an
 # Analysis: analyze(args) for logs, analyze(args, model, task) for a trained model
 KINDS = (learning_curve, expert_load, gates, expert_tokens, attention_maps, induction_heads)
-OF_LOGS = (learning_curve,)
-OF_RANDOM_TEXT = (induction_heads,)
+READ_LOGS = (learning_curve,)
+READ_RANDOM_TEXT = (induction_heads,)
 WITHOUT_PICTURE = (expert_tokens,)
 
 # The files that a recipe writes into its run folder
-OF_A_RUN = ("*.pt", "checkpoints/*", "*.json", "*.jsonl", "*.yaml", "*.txt")
+RUN_FILES = ("*.pt", "checkpoints/*", "*.json", "*.jsonl", "*.yaml", "*.txt")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add = subparser.add_argument
-        if kind not in OF_LOGS:
+        if kind not in READ_LOGS:
             add("model", type=Path, metavar="RUN_DIR|CHECKPOINT")
             add("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
-            if kind not in OF_RANDOM_TEXT:
+            if kind not in READ_RANDOM_TEXT:
                 add("--subset", default="valid", help="which subset of the data to run (valid)")
                 add(
                     "--max-tokens",
@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_arguments(subparser)
         if kind not in WITHOUT_PICTURE:
             add("--output", type=Path, required=True, metavar="FILE.png")
+        # The defaults are for kinds without these flags
         subparser.set_defaults(analyze=kind.analyze, output=None, json=None)
 
 
@@ -83,13 +84,14 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--output {args.output}: the picture is a PNG, so its name must end in .png."
         )
-    inputs = [args.model] if "model" in args else list(args.runs)
-    for path, pattern in itertools.product(tuple(inputs), OF_A_RUN):
-        inputs += path.glob(pattern)
+    inputs = [args.model] if "model" in args else args.runs
+    files = []
+    for path, pattern in itertools.product(inputs, RUN_FILES):
+        files += path.glob(pattern)
     written = {"output": args.output, "json": args.json}
     for name, path in written.items():
         if path is not None:
-            refuse_overwriting(path, inputs, f"--{name}")
+            refuse_overwriting(path, [*inputs, *files], f"--{name}")
     made_by = provenance()
     analysis = _analyze_model(args) if "model" in args else args.analyze(args)
     if args.output:
@@ -110,13 +112,11 @@ def _analyze_model(args: argparse.Namespace) -> Any:
     checkpoint, data = checkpoint_and_data(args.model, args.data)
     model, task = load_trained(checkpoint, data)
     args.data = data or Path(task.cfg.data)
+    origin = {}
     if args.json:  # now, because a training may replace the file meanwhile
-        digest = checksum(checkpoint)
+        origin = {"checkpoint": str(checkpoint), "checkpoint_sha256": checksum(checkpoint)}
+        origin["data"] = str(args.data)
+        if "subset" in args:
+            origin["subset"] = args.subset
     analysis = args.analyze(args, model, task)
-    if not args.json:
-        return analysis
-    origin = {"checkpoint": str(checkpoint)}
-    if "subset" in args:
-        origin["subset"] = args.subset
-    origin.update({"checkpoint_sha256": digest, "data": str(args.data)})
     return analysis._replace(report=origin | analysis.report)

@@ -1,6 +1,5 @@
 """Direct effects: what a single head or value expert of an attention adds to the output by itself."""
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -41,8 +40,7 @@ class Places(NamedTuple):
         return torch.arange(2, self.num_symbols + 1)
 
 
-@dataclasses.dataclass
-class CopyingShares:
+class CopyingShares(NamedTuple):
     """The share of the symbol to copy in all logits that a part raises, [B, N − 1] for each part.
 
     Args:
@@ -50,8 +48,8 @@ class CopyingShares:
         value_experts: the shares of each of the H·E value experts; empty without value experts.
     """
 
-    heads: list[Tensor] = dataclasses.field(default_factory=list)
-    value_experts: list[Tensor] = dataclasses.field(default_factory=list)
+    heads: list[Tensor]
+    value_experts: list[Tensor]
 
 
 def value_routing(module: nn.Module, routings: dict[str, Routing]) -> Routing | None:
@@ -83,7 +81,7 @@ def direct_effects(
         routings: side → the routing of this call.
     """
     decoder: Any = model.decoder
-    shares = CopyingShares()
+    shares = CopyingShares([], [])
     if decoder.adaptive_softmax is not None:
         return shares
     with _ablate_all_but(module, None) as head_counts:

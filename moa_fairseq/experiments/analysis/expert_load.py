@@ -131,7 +131,7 @@ def draw_expert_load(summaries: Sequence[dict[str, Any]], title: str = "") -> Fi
             panel.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
             panel.yaxis.set_major_locator(MaxNLocator(4))
             if num_experts <= 10:
-                panel.set_xticks(list(ranks), list(map(str, experts)))
+                panel.set_xticks(ranks, experts)
             else:
                 panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
             style(panel)

@@ -3,7 +3,7 @@
   moa-fairseq analyze expert-tokens runs/mae7 --words --top 5
   moa-fairseq analyze expert-tokens runs/moa --module decoder.layers.0.self_attn --json tokens.json
 
-PMI(token, expert) = log p(token, expert) / (p(token) p(expert)), in nats. In MAE all tokens of a sequence
+PMI(token, expert) = log [p(token, expert) / (p(token) p(expert))], in nats. In MAE all tokens of a sequence
 count for the expert to which its gate gives the most weight (in a decoder each token counts for the expert of
 its own position). In MoA a token counts for the K experts that it chose, or with K = E for the one with the
 greatest weight. Tokens are those at the module's queries: the source in the encoder, the target so far in the
@@ -80,7 +80,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         if value < 1:
             raise UserError(f"{flag} {value} must be at least 1.")
     counter = TokenCounter(segmenter(task, args.data, args.words))
-    masked_out = 0
+    num_guessed = 0
     name = args.module
     for batch, pairs in forward_passes(model, task, args.subset, args.max_tokens, args.cpu):
         routings = dict(pairs)
@@ -91,7 +91,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
             )
         if is_uniform(model, name):
             raise UserError(f"The gate of {name} is uniform: it prefers no expert for any token.")
-        masked_out += count_batch(counter, name, routings[name], batch, task)
+        num_guessed += count_batch(counter, name, routings[name], batch, task)
     if not counter.occurrences:
         raise UserError(f"The subset {args.subset} of {args.data} holds no words.")
     report = {
@@ -101,7 +101,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         "tokens_counted": sum(counter.occurrences.values()),
         "shares": counter.expert_shares(),
         "tokens": counter.indicative(args.top, args.min_count),
-        "masked_out": masked_out if hasattr(task, "mask_idx") else None,
+        "masked_out": num_guessed if hasattr(task, "mask_idx") else None,
     }
     return Analysis(_lines(report), report=report)
 
@@ -120,10 +120,10 @@ def segmenter(task: Any, data: Path, join: bool = False) -> Segmenter:
     if spelling := gpt2_pieces(task, data):
         return spelling.words if join else spelling.pieces
     if not join:
-        return pieces
+        return single_symbols
     if any(symbol.startswith(BEGINS) for symbol in task.source_dictionary.symbols):
-        return words_of_pieces
-    return words
+        return sentencepiece_words
+    return bpe_words
 
 
 def is_uniform(model: nn.Module, name: str) -> bool:
@@ -152,36 +152,37 @@ def count_batch(
     Returns:
         The number of positions that were left out because a masked language model has to guess them.
     """
-    net_input = batch["net_input"]
-    tokens = net_input["src_tokens"]  # [B, T]
-    dictionary = task.source_dictionary
-    routes_source = name.endswith("encoder_attn.keys")  # the keys of cross-attention
-    routes_target = name.startswith("decoder") and not routes_source
-    if routes_target and "prev_output_tokens" in net_input:
-        tokens = net_input["prev_output_tokens"]
-        dictionary = task.target_dictionary
-    hidden = None
-    masked_out = 0
+    tokens, dictionary = _tokens_at(name, batch["net_input"], task)
+    guessed = None
+    num_guessed = 0
     if hasattr(task, "mask_idx"):
-        hidden = batch["target"].ne(dictionary.pad())
-        tokens = torch.where(hidden, batch["target"], tokens)
-        masked_out = int((hidden & tokens.ge(dictionary.nspecial)).sum())
+        guessed = batch["target"].ne(dictionary.pad())
+        tokens = torch.where(guessed, batch["target"], tokens)
+        num_guessed = int((guessed & tokens.ge(dictionary.nspecial)).sum())
     symbols = []
     for row in tokens.tolist():
         # Padding, sentence ends and unknown words do not count
         symbols.append([dictionary[t] if t >= dictionary.nspecial else None for t in row])
-    counter.add(symbols, attributed(routing, *tokens.shape).cpu(), hidden)
-    return masked_out
+    counter.add(symbols, attributed(routing, *tokens.shape).cpu(), guessed)
+    return num_guessed
 
 
-def pieces(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
+def _tokens_at(name: str, net_input: dict[str, Any], task: Any) -> tuple[Tensor, Any]:
+    """The tokens at the inputs of a router, [B, T], with their dictionary."""
+    routes_source = name.endswith("encoder_attn.keys")  # the keys of cross-attention
+    if name.startswith("decoder") and not routes_source and "prev_output_tokens" in net_input:
+        return net_input["prev_output_tokens"], task.target_dictionary
+    return net_input["src_tokens"], task.source_dictionary
+
+
+def single_symbols(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
     """Each symbol with its position, [position]; None stands for a symbol that does not count."""
     for position, symbol in enumerate(symbols):
         if symbol is not None:
             yield symbol, [position]
 
 
-def words(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
+def bpe_words(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
     """Each word with the positions of its BPE pieces; words that a None or the end cuts off do not count."""
     parts: list[str] = []
     for position, symbol in enumerate(symbols):
@@ -194,7 +195,7 @@ def words(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
             parts = []
 
 
-def words_of_pieces(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
+def sentencepiece_words(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
     """Each word with the positions of its SentencePiece pieces; words that begin with a None do not count."""
     parts: list[str] = []
     for position, symbol in enumerate([*symbols, None]):
@@ -215,10 +216,10 @@ class TokenCounter:
 
     Args:
         segment: a function that makes tokens with their positions from the symbols of a sequence, such as
-            `pieces` or `words`. A symbol that does not count is None.
+            `single_symbols` or `bpe_words`. A symbol that does not count is None.
     """
 
-    def __init__(self, segment: Segmenter = pieces) -> None:
+    def __init__(self, segment: Segmenter = single_symbols) -> None:
         self.segment = segment
         self.occurrences: Counter = Counter()
         self.attributions: dict[str, NDArray[np.float64]] = {}  # token → [E]
@@ -227,21 +228,21 @@ class TokenCounter:
         self,
         sequences: Sequence[Sequence[str | None]],
         experts: Tensor,
-        hidden: Tensor | None = None,
+        guessed: Tensor | None = None,
     ) -> None:
         """Count a batch of B sequences.
 
         Args:
             sequences: the T symbols of each sequence; a symbol that does not count is None.
             experts: the experts that each position is attributed to, [B, T, E] bool, from `attributed`.
-            hidden: the positions whose symbol the model does not see, [B, T] bool. Tokens with such a
+            guessed: the positions whose symbol the model has to guess, [B, T] bool. Tokens with such a
                 position do not count.
         """
         shares = experts.double().numpy()
-        masked = np.zeros(shares.shape[:2], bool) if hidden is None else hidden.cpu().numpy()
+        is_guessed = np.zeros(shares.shape[:2], bool) if guessed is None else guessed.cpu().numpy()
         for row, symbols in enumerate(sequences):
             for token, positions in self.segment(symbols):
-                if not masked[row, positions].any():
+                if not is_guessed[row, positions].any():
                     self.occurrences[token] += 1
                     share = shares[row, positions].mean(0)
                     self.attributions[token] = self.attributions.get(token, 0.0) + share
@@ -254,7 +255,7 @@ class TokenCounter:
     def indicative(self, top: int, min_count: int) -> list[list[dict[str, Any]]]:
         """The tokens with the largest PMI, for each expert.
 
-        PMI = log p(token, expert) / (p(token) p(expert)); probabilities are shares of all attributions. Of
+        PMI = log [p(token, expert) / (p(token) p(expert))]; probabilities are shares of all attributions. Of
         two tokens with the same PMI, the one with more attributions to the expert comes first.
 
         Args:
@@ -270,6 +271,7 @@ class TokenCounter:
             rows = []
             for token, counts in self.attributions.items():
                 if counts[expert] > 0 and self.occurrences[token] >= min_count:
+                    # p(expert | token) / p(expert)
                     pmi = math.log(counts[expert] / counts.sum() / share)
                     rows.append({"token": token, "pmi": pmi, "count": counts[expert]})
             rows.sort(key=lambda row: (-round(row["pmi"], 9), -row["count"], row["token"]))
@@ -302,9 +304,9 @@ def attributed(routing: Routing, batch: int, length: int) -> Tensor:
 def _lines(report: dict[str, Any]) -> list[str]:
     """The tokens of each expert, as lines to print."""
     unit = "words" if report["words"] else "tokens"
-    hidden = report["masked_out"]
-    masked = "" if hidden is None else f", {hidden:,} masked positions left out"
-    lines = [f"{report['name']}, {report['tokens_counted']:,} {unit}{masked}; (PMI in nats)"]
+    num_guessed = report["masked_out"]
+    guessed = "" if num_guessed is None else f", {num_guessed:,} masked positions left out"
+    lines = [f"{report['name']}, {report['tokens_counted']:,} {unit}{guessed} (PMI in nats)"]
     for expert, (share, tokens) in enumerate(zip(report["shares"], report["tokens"])):
         texts = []
         for token in tokens:

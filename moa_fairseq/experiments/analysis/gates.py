@@ -75,9 +75,10 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     uses = router_uses(routings for _, routings in passes)
     summaries = [summary(use, learned[use.name]) for use in uses]
     means = mean_entropies(summaries)
-    kind = "Gates" if args.untrained is None else "Untrained gates"
+    kind = "Gates"
     lines = _tables(summaries, means)
     if args.untrained is not None:
+        kind = "Untrained gates"
         lines.append(
             f"The gates' weights were drawn anew with seed {args.untrained}: these gates are untrained."
         )
@@ -211,7 +212,7 @@ def _draw_shares(panel: Any, shares: list[list[float]], largest: float) -> Any:
     """Draw a heat map, layers × experts, with numbers if there are few experts. Returns the image."""
     image = panel.imshow(shares, cmap="Blues", vmin=0.0, vmax=largest, aspect="auto")
     panel.set(xlabel="expert", ylabel="layer")
-    panel.set_yticks(range(len(shares)), list(map(str, range(1, len(shares) + 1))))
+    panel.set_yticks(range(len(shares)), range(1, len(shares) + 1))
     panel.tick_params(labelsize=8)
     if len(shares[0]) > FEW:
         return image

@@ -67,9 +67,15 @@ class HeadScore:
 
     def record(self) -> dict[str, Any]:
         """The scores as JSON values; "map" is None, because it is a matrix for the picture alone."""
-        keys = ("name", "label", "prefix", "copying", "chosen")
-        record = {key: getattr(self, key) for key in keys}
-        return record | {"experts": [part.record() for part in self.experts], "map": None}
+        return {
+            "name": self.name,
+            "label": self.label,
+            "prefix": self.prefix,
+            "copying": self.copying,
+            "chosen": self.chosen,
+            "experts": [part.record() for part in self.experts],
+            "map": None,
+        }
 
 
 def measure_heads(
@@ -99,7 +105,7 @@ def measure_heads(
         weights: Tensor,
         routings: dict[str, Routing],
     ) -> None:
-        copying = CopyingShares()
+        copying = CopyingShares([], [])
         if isinstance(module, Attention):
             copying = direct_effects(model, module, call, places, routings)
         heads.extend(_module_scores(name, module, weights, routings, copying, places))

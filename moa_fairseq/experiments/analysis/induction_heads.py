@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.attention_maps import draw_map
-from moa_fairseq.experiments.analysis.head_scores import HeadMap, HeadScore, measure_heads
+from moa_fairseq.experiments.analysis.head_scores import HeadScore, measure_heads
 from moa_fairseq.experiments.analysis.result import Analysis
 from moa_fairseq.experiments.scoring.trained_model import device_for, symbols_at
 from moa_fairseq.experiments.tables import Column, Table, terminal_width
@@ -156,7 +156,8 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
     _draw_matrix(prefix_panel, heads, modules, "prefix", "prefix matching")
     _draw_matrix(copying_panel, heads, modules, "copying", "copying")
     for head, subfigure in zip(with_maps, bottom.subfigures(1, len(with_maps), squeeze=False)[0]):
-        weights, gates = head.map or HeadMap(torch.zeros(1, 1), {})
+        assert head.map is not None  # only value experts have none
+        weights, gates = head.map
         layer = modules.index(head.name) + 1
         title_of_map = f"layer {layer}, {head.label}: {head.prefix:.2f}"
         draw_map(subfigure, weights, names, names, gates, title_of_map)
@@ -179,8 +180,8 @@ def _draw_matrix(
         if value is not None:
             values[modules.index(head.name), head.number - 1] = value
     image = panel.imshow(values.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    panel.set_xticks(range(columns), list(map(str, range(1, columns + 1))), fontsize=6)
-    panel.set_yticks(range(len(modules)), list(map(str, range(1, len(modules) + 1))), fontsize=6)
+    panel.set_xticks(range(columns), range(1, columns + 1), fontsize=6)
+    panel.set_yticks(range(len(modules)), range(1, len(modules) + 1), fontsize=6)
     panel.set_xlabel(heads[0].kind, fontsize=7)
     panel.set_ylabel("layer", fontsize=7)
     panel.set_title(title, fontsize=8)

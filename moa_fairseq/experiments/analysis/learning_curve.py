@@ -6,7 +6,7 @@ moa-fairseq analyze learning-curve runs/base runs/nobcd runs/mae7 --metric loss 
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -28,6 +28,7 @@ METRICS = {
     "loss": "loss (bits per token)",
     "accuracy": "accuracy (%)",
 }
+_SECONDS = {"minutes": 60, "hours": 3600}
 MARKED_POINTS = 30  # curves of more validations have no dots, which would hide the other curves
 
 
@@ -88,29 +89,26 @@ def analyze(args: argparse.Namespace) -> Analysis:
     curves = [read_learning_curve(path, args.metric, args.from_epoch) for path in args.runs]
     paths = list(map(_named_path, args.runs))
     common = os.path.commonpath([path.parent for path in paths])
-    # Runs of different folders may have the same last name
-    for curve, path in zip(curves, paths):
-        curve.name = path.relative_to(common).as_posix()
     lines = []
-    for curve in curves:
+    for curve, path in zip(curves, paths):
+        # Runs of different folders may have the same last name
+        curve.name = path.relative_to(common).as_posix()
         if curve.valid:
             choose = max if args.metric == "accuracy" else min
             best = choose(curve.valid, key=lambda point: point.value)
             lines.append(
                 f"{curve.name}: best valid {args.metric} {best.value:g} after {best.updates:,} updates"
             )
-    return Analysis(
-        lines, draw_learning_curves(curves, args.metric, from_zero=args.from_epoch == 1)
-    )
+    figure = draw_learning_curves(curves, args.metric, from_zero=args.from_epoch == 1)
+    return Analysis(lines, figure)
 
 
 def _named_path(path: Path) -> Path:
     """The path whose name the curve gets: the run folder, or the log file without its ending."""
     if path.name == "train.jsonl":
         path = path.parent
-    if path.is_dir():
-        return path.resolve()
-    return path.resolve().with_suffix("")
+    path = path.resolve()
+    return path if path.is_dir() else path.with_suffix("")
 
 
 def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) -> LearningCurve:
@@ -118,8 +116,7 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
 
     If a log has records of epochs but not of updates, each epoch's mean is a point of the training curve.
     Repeated lines count once, because fairseq's --log-file writes the lines of epoch N N times. If a resumed
-    training repeats updates, the later record counts. fairseq's clock `wall` starts at zero in every process;
-    the clock of the curve continues from the end of the process before.
+    training repeats updates, the later record counts.
 
     Args:
         path: the folder, or a log whose lines end in fairseq's JSON records (--log-format json).
@@ -137,45 +134,59 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
         )
     curve = LearningCurve(_named_path(path).name)
     epochs: list[Point] = []  # means of whole epochs
-    seconds: float | None = None  # of the training before the record
-    last_wall = 0.0
     unique = {json.dumps(record): record for record in read_records(file)}
-    for record in unique.values():
+    for record, seconds in _with_seconds(unique.values()):
+        if (finite(record["epoch"]) or 0) < from_epoch:
+            continue
+        for prefix, points in (("", curve.train), ("train_", epochs), ("valid_", curve.valid)):
+            updates = record.get(f"{prefix}num_updates")
+            _append_if_measured(points, updates, seconds, record.get(prefix + metric))
+    curve.train = curve.train or epochs
+    if not curve.train and not curve.valid:
+        if from_epoch > 1:
+            raise UserError(
+                f"{file} holds no {metric} of epoch {from_epoch} or later: lower --from-epoch."
+            )
+        raise UserError(
+            f"{file} holds no {metric} of any update: was it written with --log-format json?"
+        )
+    return curve
+
+
+def _with_seconds(
+    records: Iterable[dict[str, Any]],
+) -> Iterator[tuple[dict[str, Any], float | None]]:
+    """Each record with the seconds of training before it; None before the first record with a time.
+
+    fairseq's clock `wall` starts at zero in every process; here it continues from the end of the process
+    before.
+    """
+    seconds: float | None = None
+    last_wall = 0.0
+    for record in records:
         wall = finite(record.get("wall"))
         if wall is not None:
             started_anew = wall < last_wall
             seconds = (seconds or 0.0) + (wall if started_anew else wall - last_wall)
             last_wall = wall
-        if (finite(record["epoch"]) or 0) < from_epoch:
-            continue
-        for prefix, points in (("", curve.train), ("train_", epochs), ("valid_", curve.valid)):
-            updates = record.get(f"{prefix}num_updates")
-            _append(points, updates, seconds, record.get(prefix + metric))
-    curve.train = curve.train or epochs
-    if not curve.train and not curve.valid:
-        range_text = "any update"
-        remedy = "was it written with --log-format json?"
-        if from_epoch > 1:
-            range_text = f"epoch {from_epoch} or later"
-            remedy = "lower --from-epoch."
-        raise UserError(f"{file} holds no {metric} of {range_text}: {remedy}")
-    return curve
+        yield record, seconds
 
 
-def _append(points: list[Point], updates: Any, seconds: float | None, value: Any) -> None:
-    """Append a measurement.
+def _append_if_measured(
+    points: list[Point], updates: Any, seconds: float | None, value: Any
+) -> None:
+    """Append a measurement, unless a record has no numbers for it.
 
     It replaces measurements of the same or a later update, which a resumed training repeats.
     """
     try:
         # `finite` would drop an infinite value, which counts here
-        position = int(float(updates))
-        number = float(value)
+        point = Point(int(float(updates)), seconds, float(value))
     except (TypeError, ValueError, OverflowError):
-        return  # not a measurement
-    while points and points[-1].updates >= position:
+        return
+    while points and points[-1].updates >= point.updates:
         points.pop()
-    points.append(Point(position, seconds, number))
+    points.append(point)
 
 
 def draw_learning_curves(
@@ -191,10 +202,9 @@ def draw_learning_curves(
         metric: a key of METRICS, which names the axis; the axis of perplexity is logarithmic.
         from_zero: whether the axes of updates and times begin at 0; otherwise they begin where the curves do.
     """
-    unit, seconds = _unit_of_time(curves)
-    timed = seconds > 0
-    figure = Figure(figsize=(10.5 if timed else 6, 4), layout="constrained")
-    panels = figure.subplots(1, 2 if timed else 1, sharey=True, squeeze=False)[0]
+    unit = _unit_of_time(curves)
+    figure = Figure(figsize=(10.5 if unit else 6, 4), layout="constrained")
+    panels = figure.subplots(1, 2 if unit else 1, sharey=True, squeeze=False)[0]
     for curve, colour in zip(curves, cycle(COLOURS)):
         dot = "o" if len(curve.valid) <= MARKED_POINTS else None
         thick = {"linewidth": 1.8, "marker": dot, "markersize": 3.5}
@@ -207,20 +217,17 @@ def draw_learning_curves(
             updates, times, values = zip(*points)
             line = {"color": colour} | look
             panels[0].plot(updates, values, label=f"{curve.name}, {kind}", **line)
-            if timed:
-                panels[1].plot([time / seconds for time in times], values, **line)
+            if unit:
+                panels[1].plot([time / _SECONDS[unit] for time in times], values, **line)
     panels[0].set(xlabel="updates", ylabel=METRICS[metric])
-    if timed:
+    if unit:
         panels[1].set(xlabel=f"{unit} of training")
     for panel in panels:
         style(panel)
         if from_zero:
             panel.set_xlim(left=0)
         if metric == "ppl":
-            panel.set_yscale("log")  # with round numbers: 10, 15, 20, 30, 40, 50, 70, 100
-            panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
-            panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-            panel.yaxis.set_minor_locator(NullLocator())
+            _scale_perplexity(panel)
     handles, labels = panels[0].get_legend_handles_labels()
     # Names of up to 32 letters fit into half the width of the picture
     columns = 2 if max(map(len, labels)) <= 32 else 1
@@ -230,14 +237,22 @@ def draw_learning_curves(
     return figure
 
 
-def _unit_of_time(curves: Sequence[LearningCurve]) -> tuple[str, int]:
-    """The name of the unit of the time axis, and its seconds; 0 seconds if there is no such axis."""
+def _scale_perplexity(panel: Any) -> None:
+    """Give a panel a logarithmic axis with round numbers: 10, 15, 20, 30, 40, 50, 70, 100."""
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    panel.yaxis.set_minor_locator(NullLocator())
+
+
+def _unit_of_time(curves: Sequence[LearningCurve]) -> str | None:
+    """The unit of the axis of times; None for no axis."""
     longest = 0.0
     for curve in curves:
         for point in curve.train + curve.valid:
             if point.seconds is None:
-                return "", 0
+                return None
             longest = max(longest, point.seconds)
     if longest < 60:  # the clock's whole seconds are too coarse
-        return "", 0
-    return ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
+        return None
+    return "hours" if longest >= 2 * 3600 else "minutes"

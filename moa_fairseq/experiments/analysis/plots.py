@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.path import Path as Line
+from matplotlib.path import Path as Line  # here of two points
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
@@ -24,6 +24,9 @@ GREY = "#666666"
 # Each group has a marker as well as a colour, because some readers cannot tell the colours apart
 MARKERS = tuple("os^DvPXp")
 DPI = 150
+# Places of a label around its point, the best first: distances in points, and directions in degrees
+DISTANCES = (9, 16, 23, 30, 40, 50, 65, 80)
+ANGLES = (45, -45, 135, -135, 0, 180, 90, -90, 22, -22, 158, -158, 67, -67, 113, -113)
 
 
 def save(figure: Figure, path: Path, description: str | None = None) -> None:
@@ -44,11 +47,6 @@ def style(panel: Axes) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(True, color="#dddddd", linewidth=0.6)
     panel.set_axisbelow(True)
-
-
-# Places of a label around its point, the best first: distances in points, and directions in degrees
-DISTANCES = (9, 16, 23, 30, 40, 50, 65, 80)
-ANGLES = (45, -45, 135, -135, 0, 180, 90, -90, 22, -22, 158, -158, 67, -67, 113, -113)
 
 
 def label_points(
@@ -73,7 +71,7 @@ def label_points(
     for stroke in strokes:
         ends = panel.transData.transform(stroke)
         obstacles.append(Bbox([ends.min(0), ends.max(0)]).padded(2))
-    lines: list[Line] = []  # from names to their points
+    lines: list[Line] = []  # from points to their names
     for centre, point in zip(centres, points):
         for distance, angle in itertools.product(DISTANCES, ANGLES):
             label = _annotate(panel, point, distance, angle)
@@ -82,21 +80,19 @@ def label_points(
             middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
             line = Line([centre, middle])
             if label.arrow_patch:
-                others = [each for each in obstacles if not each.contains(*centre)]
-                is_clear = not any(map(line.intersects_bbox, others))
+                belongs = _is_clear(line, obstacles)
             else:  # without a line, a name belongs to the nearest point
-                nearest = min(math.dist(each, middle) for each in centres)
-                is_clear = math.dist(centre, middle) == nearest
-            if not (is_clear and _is_free(box, panel, obstacles, lines)):
-                label.remove()
-                continue
-            obstacles.append(box)
-            if label.arrow_patch:
-                is_far = not box.padded(8).contains(*centre)
-                label.arrow_patch.set_visible(is_far)
-                if is_far:
-                    lines.append(line)
-            break
+                nearest = min(math.dist(other, middle) for other in centres)
+                belongs = math.dist(centre, middle) == nearest
+            if belongs and _is_free(box, panel, obstacles, lines):
+                obstacles.append(box)
+                if label.arrow_patch:
+                    is_far = not box.padded(8).contains(*centre)
+                    label.arrow_patch.set_visible(is_far)
+                    if is_far:
+                        lines.append(line)
+                break
+            label.remove()
 
 
 def _annotate(
@@ -123,6 +119,12 @@ def _annotate(
         arrowprops=line if distance > DISTANCES[0] else None,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # covers the grid
     )
+
+
+def _is_clear(line: Line, obstacles: Sequence[Bbox]) -> bool:
+    """Whether a line from a point crosses no obstacle but those that the point is in."""
+    others = [obstacle for obstacle in obstacles if not obstacle.contains(*line.vertices[0])]
+    return not any(map(line.intersects_bbox, others))
 
 
 def _is_free(box: Bbox, panel: Axes, obstacles: Sequence[Bbox], lines: Sequence[Line]) -> bool:

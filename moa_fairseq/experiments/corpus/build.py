@@ -165,9 +165,10 @@ def _write_split(output: Path, split: str, pairs: Sequence[SourcedPair]) -> dict
 def _is_complete(output: Path, manifest: Values) -> bool:
     """Whether all files of a corpus are there and unchanged."""
     files = manifest.get("files")
-    if not files or not all((output / name).is_file() for name in files):
-        return False
-    return all(checksum(output / name) == digest for name, digest in files.items())
+    return bool(files) and all(
+        (output / name).is_file() and checksum(output / name) == digest
+        for name, digest in files.items()
+    )
 
 
 def _refuse_other_files(output: Path) -> None:

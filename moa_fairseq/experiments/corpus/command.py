@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="build a smaller corpus if a package is not available",
     )
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add("--json", action="store_true", help="print the summary as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,11 +60,12 @@ def run(args: argparse.Namespace) -> int:
     manifest = build(
         load_packages(), args.output, cache, args.folder, args.offline, args.allow_missing
     )
-    summary = {
-        "output": str(args.output),
-        "seconds": round(time.monotonic() - started, 2),
-    } | manifest
-    print(json.dumps(summary, indent=1, ensure_ascii=False) if args.json else summary_text(summary))
+    seconds = round(time.monotonic() - started, 2)
+    summary = {"output": str(args.output), "seconds": seconds} | manifest
+    if args.json:
+        print(json.dumps(summary, indent=1, ensure_ascii=False))
+    else:
+        print(summary_text(summary))
     return 0
 
 
@@ -74,23 +75,26 @@ def summary_text(summary: dict) -> str:
     Args:
         summary: the manifest that `build` returns, with output (the folder) and seconds.
     """
-    pairs = [{"package": package, "pairs": number} for package, number in summary["pairs"].items()]
-    packages = Table([Column("package", "package"), Column("pairs", "pairs", ",")], pairs).text(
-        terminal_width()
-    )
-    heads = ["pairs", "English words", "German words"]
-    splits = []
-    for split, size in summary["splits"].items():
-        splits.append({"split": split} | dict(zip(heads, size.values())))
-    columns = [Column("split", "split")]
-    for head in heads:
-        columns.append(Column(head, head, ","))
-    sizes = Table(columns, splits).text(terminal_width())
-    total = sum(size["pairs"] for size in summary["splits"].values())
+    columns = [Column("package", "package"), Column("pairs", "pairs", ",")]
+    packages = [{"package": package, "pairs": pairs} for package, pairs in summary["pairs"].items()]
+    columns_of_splits = [
+        Column("split", "split"),
+        Column("pairs", "pairs", ","),
+        Column("english_words", "English words", ","),
+        Column("german_words", "German words", ","),
+    ]
+    splits = [{"split": split} | size for split, size in summary["splits"].items()]
+    width = terminal_width()
+    total = sum(split["pairs"] for split in splits)
     state = "built" if summary["built"] else "already built, nothing to do"
-    size = f"{len(summary['pairs'])} packages ({summary['download_bytes'] / 1e6:.0f} MB)"
-    place = f"{summary['output']}: {state} ({summary['seconds']:.1f} s)"
-    lines = [packages, "", sizes, "", f"{total:,} unique pairs from {size} in {place}"]
+    lines = [
+        Table(columns, packages).text(width),
+        "",
+        Table(columns_of_splits, splits).text(width),
+        "",
+        f"{total:,} unique pairs from {len(packages)} packages ({summary['download_bytes'] / 1e6:.0f} MB) in "
+        f"{summary['output']}: {state} ({summary['seconds']:.1f} s)",
+    ]
     if missing := ", ".join(summary["missing"]):
         lines.append(
             f"Left out because they could not be fetched: {missing}. Run again to add them."

@@ -14,7 +14,7 @@ from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.inference import text_model
 from moa_fairseq.experiments.inference.text_model import (
     TextModel,
-    hypotheses,
+    answers,
     lines_of,
     open_output,
     shown,
@@ -27,16 +27,11 @@ ANY_ORDER = True  # FILE may be after the flags
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq complete`."""
     text_model.add_arguments(parser, "text file with one beginning per line")
-    parser.add_argument(
-        "--tokens", type=int, default=40, metavar="N", help="number of symbols to add (40)"
-    )
-    parser.add_argument(
-        "--sample", type=int, metavar="N", help="sample from the N likeliest (default: greedy)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, metavar="X", help="sampling temperature of --sample (1)"
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="random seed of --sample (1)")
+    add = parser.add_argument
+    add("--tokens", type=int, default=40, metavar="N", help="number of symbols to add (40)")
+    add("--sample", type=int, metavar="N", help="sample from the N likeliest (default: greedy)")
+    add("--temperature", type=float, metavar="X", help="sampling temperature of --sample (1)")
+    add("--seed", type=int, metavar="N", help="random seed of --sample (1)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,16 +48,13 @@ def run(args: argparse.Namespace) -> int:
     left_out = 0
     with open_output(args) as stream, torch.no_grad():
         for batch in lines_of(args.file):
-            for symbols, completions in hypotheses(model, batch, settings, longest):
-                if symbols is None:  # an empty line
-                    text = ""
-                elif not completions:
-                    text = ""
-                    left_out += 1
-                else:
+            for answer in answers(model, batch, settings, longest):
+                left_out += answer.is_left_out
+                text = ""
+                if answer.hypotheses:
                     # The line without </s>. fairseq's limit is that of the longest line of the batch
-                    length = len(symbols) - 1 + args.tokens
-                    text = model.decode(completions[0]["tokens"][:length])
+                    length = len(answer.symbols) - 1 + args.tokens
+                    text = model.decode(answer.hypotheses[0]["tokens"][:length])
                 print(shown(text, stream), file=stream)
             stream.flush()
     return status_of(left_out)

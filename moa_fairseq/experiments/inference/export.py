@@ -54,9 +54,7 @@ _VERBS = {TRANSLATION: "translate", CAUSAL_LM: "complete"}
 def models_folder() -> Path:
     """The folder of exported models: $MOA_FAIRSEQ_MODELS, else `models` in the cache of this package."""
     folder = os.environ.get("MOA_FAIRSEQ_MODELS")
-    if folder:
-        return Path(folder)
-    return user_cache() / "models"
+    return Path(folder) if folder else user_cache() / "models"
 
 
 def named_model(name: str) -> Path:
@@ -87,13 +85,10 @@ def named_model(name: str) -> Path:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq export`."""
-    parser.add_argument(
-        "run_dir", type=Path, metavar="RUN", help="run folder of `moa-fairseq recipe`"
-    )
-    parser.add_argument(
-        "folder", type=Path, metavar="DIR", help="new folder; its name becomes the model's"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN", help="run folder of `moa-fairseq recipe`")
+    add("folder", type=Path, metavar="DIR", help="new folder; its name becomes the model's")
+    add(
         "--transformers",
         action="store_true",
         help="for Hugging Face's transformers, which need no fairseq",

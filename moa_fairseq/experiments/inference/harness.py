@@ -14,7 +14,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.inference.text_codec import PieceCodec
 from moa_fairseq.experiments.inference.text_model import TextModel
 
-_LOGITS = 1 << 25  # the largest number of logits in memory at once
+_MAX_LOGITS = 1 << 25  # the largest number of logits in memory at once
 _UNSUPPORTED = (
     "The task {} of --tasks generates text or scores whole texts (output_type generate_until or "
     "loglikelihood_rolling), but only tasks that compare given answers are supported. Leave it out."
@@ -63,10 +63,10 @@ class HarnessModel(TemplateLM):
         self.network = model.models[0]
         self.dictionary = model.task.source_dictionary
         self.max_tokens = max_tokens
-        self.chunk = model.cfg.task.tokens_per_sample
+        self.chunk_length = model.cfg.task.tokens_per_sample
         self.carries_context = getattr(self.network.decoder, "context", None) is not None
         if not self.carries_context:
-            self.chunk = min(self.chunk, self.network.max_positions())
+            self.chunk_length = min(self.chunk_length, self.network.max_positions())
         # Pieces have no symbol for the end of a line
         self.has_lines = not isinstance(model.codec, PieceCodec)
 
@@ -84,16 +84,15 @@ class HarnessModel(TemplateLM):
             add_special_tokens, kwargs: lm_eval passes them to all models; they have no effect here.
         """
         borders = {self.dictionary.bos(), self.dictionary.pad(), self.dictionary.eos()}
+        lines = string.split("\n") if self.has_lines else [string]
         ids: list[int] = []
-        for number, line in enumerate(string.split("\n") if self.has_lines else [string]):
+        for line in lines:
             symbols = self.text_model.codec.encode(line)
             encoded = self.dictionary.encode_line(symbols, add_if_not_exist=False, append_eos=False)
-            if number:
-                ids.append(self.eot_token_id)
-            ids += [
-                self.dictionary.unk() if index in borders else index for index in encoded.tolist()
-            ]
-        return ids
+            for index in encoded.tolist():
+                ids.append(self.dictionary.unk() if index in borders else index)
+            ids.append(self.eot_token_id)
+        return ids[:-1]  # the last line has no end
 
     def _loglikelihood_tokens(
         self,
@@ -132,12 +131,12 @@ class HarnessModel(TemplateLM):
         begin = [] if context[:1] == [self.eot_token_id] else [self.eot_token_id]
         inputs = [*begin, *context, *continuation[:-1]]
         if not self.carries_context:
-            if len(continuation) > self.chunk:
+            if len(continuation) > self.chunk_length:
                 raise UserError(
                     f"A task has a continuation of {len(continuation)} symbols, but the model reads at "
-                    f"most {self.chunk}: {texts[1][:60]!r}. Leave the task out."
+                    f"most {self.chunk_length}: {texts[1][:60]!r}. Leave the task out."
                 )
-            inputs = inputs[-self.chunk :]
+            inputs = inputs[-self.chunk_length :]
         return Window(inputs, continuation)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -170,18 +169,21 @@ class HarnessModel(TemplateLM):
             facts["symbols"] += len(context) + len(target)
             facts["unknown"] += context.count(unknown) + target.count(unknown)
             facts["unknown_targets"] += unknown in target
-            too_long = len(context) + len(target) > self.chunk
+            too_long = len(context) + len(target) > self.chunk_length
             facts["cut"] += too_long and not self.carries_context
         return facts
 
     def _batches(self, rows: Sequence[list[int]]) -> Iterator[list[int]]:
         """The indices of rows, the longest row first, in batches of at most max_tokens symbols per chunk."""
         batch: list[int] = []
-        for number in sorted(range(len(rows)), key=lambda number: -len(rows[number])):
-            if batch and (len(batch) + 1) * min(self.chunk, len(rows[batch[0]])) > self.max_tokens:
+        longest = 0  # of the batch, in one chunk
+        for index in sorted(range(len(rows)), key=lambda index: len(rows[index]), reverse=True):
+            if batch and (len(batch) + 1) * longest > self.max_tokens:
                 yield batch
                 batch = []
-            batch.append(number)
+            if not batch:
+                longest = min(self.chunk_length, len(rows[index]))
+            batch.append(index)
         if batch:
             yield batch
 
@@ -198,13 +200,15 @@ class HarnessModel(TemplateLM):
     def _predict(self, batch: Sequence[Window]) -> list[Predictions]:
         """The predictions of the targets of each window; the first window must be the longest."""
         scored: list[list[Tensor]] = [[] for _ in batch]  # features of each window
-        for number, start in enumerate(range(0, len(batch[0].inputs), self.chunk)):
+        for start in range(0, len(batch[0].inputs), self.chunk_length):
+            stop = start + self.chunk_length
             # The windows that end before this chunk are the last
             active = [window for window in batch if len(window.inputs) > start]
-            rows = [torch.tensor(window.inputs[start : start + self.chunk]) for window in active]
+            rows = [torch.tensor(window.inputs[start:stop]) for window in active]
             tokens = collate_tokens(rows, self.dictionary.pad()).to(self.text_model.device)
             if self.carries_context:
-                features = self.network(tokens, features_only=True, chunk=number)[0]  # [B, T, C]
+                chunk = start // self.chunk_length
+                features = self.network(tokens, features_only=True, chunk=chunk)[0]  # [B, T, C]
             else:
                 features = self.network(tokens, features_only=True)[0]
             for window, window_features, parts in zip(active, features, scored):
@@ -213,19 +217,17 @@ class HarnessModel(TemplateLM):
                 end = len(window.inputs) - start
                 begin = max(0, end - len(window.targets))
                 parts.append(window_features[begin:end].clone())  # a view would keep all features
-        targets = itertools.chain.from_iterable(window.targets for window in batch)
-        predictions = self._output(
-            torch.cat(list(itertools.chain.from_iterable(scored))),
-            torch.tensor(list(targets), device=self.text_model.device),
-        )
+        features = torch.cat(list(itertools.chain.from_iterable(scored)))
+        targets = list(itertools.chain.from_iterable(window.targets for window in batch))
+        predictions = self._output(features, torch.tensor(targets, device=self.text_model.device))
         sizes = [len(window.targets) for window in batch]
         by_window = zip(predictions.log_probs.split(sizes), predictions.likeliest.split(sizes))
-        return list(itertools.starmap(Predictions, by_window))
+        return [Predictions(*pair) for pair in by_window]
 
     def _output(self, features: Tensor, targets: Tensor) -> Predictions:
         """The predictions at n positions, from their features, [n, C], and the symbols that follow, [n]."""
         decoder = self.network.decoder
-        step = max(1, _LOGITS // len(self.dictionary))
+        step = max(1, _MAX_LOGITS // len(self.dictionary))
         parts = []
         for x, target in zip(features.split(step), targets.split(step)):
             if decoder.adaptive_softmax is not None:

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
@@ -32,30 +32,41 @@ log = logging.getLogger(__name__)
 BATCH = 64  # lines that are read before the first of them is answered, unless somebody types them
 
 
-def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
-    """Add the flags for the run, its text and how the text is read."""
-    text = "run folder, exported model, or checkpoint with --data"
-    parser.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", help=text)
-    parser.add_argument(
-        "file", type=Path, nargs="?", metavar="FILE", help=f"{kind} (standard input)"
+def add_arguments(parser: argparse.ArgumentParser, content: str) -> None:
+    """Add the flags for the run, its text and how the text is read.
+
+    Args:
+        parser: the parser of a command.
+        content: what FILE is, for its help.
+    """
+    add = parser.add_argument
+    add(
+        "run_dir",
+        type=Path,
+        nargs="?",
+        metavar="RUN",
+        help="run folder, exported model, or checkpoint with --data",
     )
-    text = "exported model by name instead of RUN, in $MOA_FAIRSEQ_MODELS or ~/.cache/moa_fairseq/models"
-    parser.add_argument("--model", metavar="NAME", help=text)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="output file (standard output)")
+    add("file", type=Path, nargs="?", metavar="FILE", help=f"{content} (standard input)")
+    add(
+        "--model",
+        metavar="NAME",
+        help="exported model by name instead of RUN, in $MOA_FAIRSEQ_MODELS or ~/.cache/moa_fairseq/models",
+    )
+    add("--output", type=Path, metavar="FILE", help="output file (standard output)")
     add_reading(parser)
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
     """Add the flags for how a run's text is read, and on which device the model runs."""
-    parser.add_argument(
-        "--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
+    add(
         "--segmented",
         action="store_true",
         help="the text is already tokenised and segmented for fairseq",
     )
-    parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
+    add("--cpu", action="store_true", help="do not use a GPU")
 
 
 def resolve_model(args: argparse.Namespace) -> None:
@@ -92,6 +103,12 @@ class TextModel(GeneratorHubInterface):
         super().__init__(config, task, models)
         self.codec = codec
 
+    @property
+    def longest_source(self) -> int:
+        """The largest number of symbols that the model reads."""
+        limit = self.max_positions  # of the source and the target in translation
+        return limit[0] if isinstance(limit, tuple) else limit
+
     def apply_bpe(self, sentence: str) -> str:
         """A raw line as the model's symbols."""
         return self.codec.encode(sentence)
@@ -116,12 +133,12 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
     return load_run(args.run_dir, args.data, None if args.segmented else kind, args.cpu)
 
 
-def load_run(run_dir: Path, data_flag: Path | None, kind: str | None, cpu: bool) -> TextModel:
+def load_run(run_dir: Path, data: Path | None, kind: str | None, cpu: bool) -> TextModel:
     """The model of a run, in evaluation mode on its device.
 
     Args:
         run_dir: the run folder, the exported model or the checkpoint.
-        data_flag: the binarised folder that --data names; None: the run's.
+        data: the binarised folder that --data names; None: the run's.
         kind: the kind of its data set, as `codec_of` takes it; None if the text is already segmented.
         cpu: whether the model stays on the CPU.
 
@@ -130,25 +147,36 @@ def load_run(run_dir: Path, data_flag: Path | None, kind: str | None, cpu: bool)
     """
     if not run_dir.exists():
         raise UserError(f"{run_dir} does not exist. Give a run folder or a checkpoint.")
-    checkpoint, data = checkpoint_and_data(run_dir, data_flag)
-    if data and is_binarised(data / BINARISED):  # the folder that `moa-fairseq prepare` made
-        data = data / BINARISED
+    checkpoint, folder = checkpoint_and_data(run_dir, data)
     run_copy = run_copy_of(checkpoint)
-    if run_copy and not data_flag:
-        data = run_copy
-    if data is None or not data.is_dir():
-        folder = f"--data {data}" if data else prepare_facts(run_dir).get("folder")
-        problem = f"{folder} is not a folder" if folder else f"{run_dir} has no record of its data"
-        raise UserError(f"{problem}. Give the binarised folder of its training by --data.")
-    unverified = unverified_text_files(checkpoint, data.resolve(), named=data_flag is not None)
-    warn_of_unverified(unverified, checkpoint, data)
+    if data is None and run_copy:
+        folder = run_copy
+    folder = _binarised_folder(folder, run_dir)
+    unverified = unverified_text_files(checkpoint, folder.resolve(), named=data is not None)
+    warn_of_unverified(unverified, checkpoint, folder)
     # Even with --data, whose text is the same, the run's copy has all that the model needs
-    text = run_copy or data.resolve()
+    text = run_copy or folder.resolve()
     codec = WordCodec() if kind is None else codec_of(text, kind)
     models, config, task = load_model_ensemble_and_task([str(checkpoint)], {"data": str(text)})
     config.dataset.max_tokens = 4096
     config.dataset.batch_size = BATCH
     return TextModel(config, task, models, codec).to(device_for(cpu)).eval()
+
+
+def _binarised_folder(folder: Path | None, run_dir: Path) -> Path:
+    """The binarised folder of a run's data; UserError if there is none.
+
+    Args:
+        folder: the folder of the data, which `moa-fairseq prepare` may have made; None: there is no record.
+        run_dir: the run folder, for the error.
+    """
+    if folder and is_binarised(folder / BINARISED):
+        return folder / BINARISED
+    if folder is None or not folder.is_dir():
+        name = f"--data {folder}" if folder else prepare_facts(run_dir).get("folder")
+        problem = f"{name} is not a folder" if name else f"{run_dir} has no record of its data"
+        raise UserError(f"{problem}. Give the binarised folder of its training by --data.")
+    return folder
 
 
 def lines_of(path: Path | None) -> Iterator[list[tuple[int, str]]]:
@@ -157,7 +185,7 @@ def lines_of(path: Path | None) -> Iterator[list[tuple[int, str]]]:
     Args:
         path: a text file, or None for standard input.
 
-    Returns:
+    Yields:
         Batches of (number from 1, line without its end). If somebody types the lines, each is a batch.
 
     Raises:
@@ -173,9 +201,8 @@ def lines_of(path: Path | None) -> Iterator[list[tuple[int, str]]]:
     typed = path is None and sys.stdin.isatty()
     source = contextlib.nullcontext(sys.stdin) if path is None else path.open()
     with source as stream:
-        # In any locale the text is UTF-8. A carriage return inside a line does not end it, so the output has
-        # as many lines as `prepare` sees. A byte that is not UTF-8 does not end the reading: only its line is
-        # left out
+        # UTF-8 in any locale. Only a line feed ends a line, so the output has as many lines as `prepare`
+        # sees. A line that is not UTF-8 is left out by `answers`
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8-sig", newline="\n", errors="surrogateescape")
         numbered = ((number, line.rstrip("\r\n")) for number, line in enumerate(stream, 1))
@@ -203,19 +230,31 @@ def shown(text: str, stream: Any) -> str:
 def status_of(left_out: int) -> int:
     """The exit status: 1 if lines were left out. A last warning repeats how many."""
     if left_out:
-        skipped = "1 line was skipped; its output line is empty"
-        if left_out > 1:
-            skipped = f"{left_out:,} lines were skipped; their output lines are empty"
-        log.warning(skipped)
+        lines = "1 line was" if left_out == 1 else f"{left_out:,} lines were"
+        log.warning(f"{lines} skipped, with an empty output line each")
     return int(left_out > 0)
 
 
-def hypotheses(
+class Answer(NamedTuple):
+    """The model's answer to a line.
+
+    Args:
+        symbols: the symbols of the line, [T]; none if the line is empty or left out.
+        hypotheses: fairseq's hypotheses, the best first; none without symbols.
+        is_left_out: whether the model cannot read the line.
+    """
+
+    symbols: torch.Tensor
+    hypotheses: list[dict[str, Any]]
+    is_left_out: bool
+
+
+def answers(
     model: TextModel,
     batch: list[tuple[int, str]],
     settings: dict[str, Any],
-    room: int | None = None,
-) -> Iterator[tuple[torch.Tensor | None, list[dict[str, Any]]]]:
+    max_symbols: int | None = None,
+) -> Iterator[Answer]:
     """The translations or completions of a batch of lines.
 
     A line is left out, with a warning, if it is too long, is not UTF-8, or has <s>, <pad> or </s> as a word.
@@ -225,28 +264,22 @@ def hypotheses(
         model: the model with its codec.
         batch: numbered lines of raw text; the numbers are for the warnings.
         settings: further arguments of fairseq's `generate`, such as beam.
-        room: how many symbols a line may have; None: as many as the model reads.
-
-    Returns:
-        For every line its symbols and fairseq's hypotheses, the best first. A line that is left out has
-        neither symbols nor hypotheses; an empty line has (None, []).
+        max_symbols: how many symbols a line may have; None: as many as the model reads.
     """
-    limit = model.max_positions
-    longest = room or (limit[0] if isinstance(limit, tuple) else limit)
-    symbols: dict[int, torch.Tensor] = {}
+    encoded = []
     for number, line in batch:
-        if not line.strip():
-            continue
-        try:
-            symbols[number] = _encode(model, line, longest)
-        except UserError as error:  # too long, not UTF-8, or with a symbol such as <pad>
-            log.warning("line %d is skipped: %s", number, error)
-            symbols[number] = torch.empty(0, dtype=torch.long)
-    sources = list(filter(len, symbols.values()))
+        symbols = torch.empty(0, dtype=torch.long)
+        if line.strip():
+            try:
+                symbols = _encode(model, line, max_symbols or model.longest_source)
+            except UserError as error:
+                log.warning(f"line {number} is skipped: {error}")
+        encoded.append(symbols)
+    sources = list(filter(len, encoded))
     results = iter(model.generate(sources, **settings) if sources else [])
-    for number, _ in batch:
-        source = symbols.get(number)
-        yield source, [] if source is None or not len(source) else next(results)
+    for (_, line), symbols in zip(batch, encoded):
+        hypotheses = next(results) if len(symbols) else []
+        yield Answer(symbols, hypotheses, bool(line.strip()) and not hypotheses)
 
 
 def _encode(model: TextModel, line: str, longest: int) -> torch.Tensor:

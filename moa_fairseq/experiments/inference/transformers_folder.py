@@ -49,8 +49,10 @@ _SEGMENTATIONS = {
     Gpt2Codec: "gpt2",
     WordCodec: "words",
 }
-# Symbols before and after a text: for fairseq's causal models a text begins with the end of the text before
-_AROUND = {TRANSLATION: ([], ["</s>"]), CAUSAL_LM: (["</s>"], [])}
+# Kind of the recipe → symbols before and after a text. For fairseq's causal models a text begins with the end
+# of the text before
+_BORDERS = {TRANSLATION: ([], ["</s>"]), CAUSAL_LM: (["</s>"], [])}
+_AUTO_CLASSES = {TRANSLATION: "AutoModelForSeq2SeqLM", CAUSAL_LM: "AutoModelForCausalLM"}
 log = logging.getLogger(__name__)
 
 
@@ -70,28 +72,35 @@ def write(folder: Path, checkpoint: Path, text: Path, recipe: Recipe) -> int:
         UserError: in the cases of `write_model`, and for flags of the beam search that transformers'
             `generate` lacks.
     """
-    generation = {"beam": 1, "lenpen": 1.0} | _SEARCH
-    if recipe.generate is not None:
-        generation.update(beam=recipe.generate.beam, lenpen=recipe.generate.lenpen)
-        for flag, value in recipe.generate.flags.items():
-            name = flag.replace("-", "_")
-            if name not in {*_SEARCH, *_LEFT_OUT}:
-                raise UserError(
-                    f"generate.flags of the run's recipe: {flag} is not exported to transformers. Delete "
-                    "it in recipe.yaml, and give `generate` what corresponds to it."
-                )
-            generation[name] = value
-    overrides = {"data": str(text)}
+    settings = _search_settings(recipe)
     models, config, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], overrides
+        [str(checkpoint)], {"data": str(text)}
     )
-    dictionaries = task.source_dictionary, task.target_dictionary
     codec = _codec_of(text, recipe.kind)
     if codec is not None:
-        room = models[0].max_positions()
-        length = room[0] if isinstance(room, tuple) else room
-        write_tokenizer(folder, codec, recipe.kind, dictionaries, length)
-    return write_model(folder, models[0], task.target_dictionary, config.criterion, generation)
+        longest = models[0].max_positions()
+        if isinstance(longest, tuple):  # of source and target
+            longest = longest[0]
+        dictionaries = task.source_dictionary, task.target_dictionary
+        write_tokenizer(folder, codec, recipe.kind, dictionaries, longest)
+    return write_model(folder, models[0], task.target_dictionary, config.criterion, settings)
+
+
+def _search_settings(recipe: Recipe) -> dict[str, Any]:
+    """The flags of fairseq-generate that `write_model` takes; UserError for one that it does not."""
+    settings = {"beam": 1, "lenpen": 1.0} | _SEARCH
+    if recipe.generate is None:
+        return settings
+    settings |= {"beam": recipe.generate.beam, "lenpen": recipe.generate.lenpen}
+    for flag, value in recipe.generate.flags.items():
+        name = flag.replace("-", "_")
+        if name not in {*_SEARCH, *_LEFT_OUT}:
+            raise UserError(
+                f"generate.flags of the run's recipe: {flag} is not exported to transformers. Delete it in "
+                "recipe.yaml, and give `generate` what corresponds to it."
+            )
+        settings[name] = value
+    return settings
 
 
 def _codec_of(text: Path, kind: str) -> Any:
@@ -103,11 +112,11 @@ def _codec_of(text: Path, kind: str) -> Any:
         return codec_of(text, data)
     # Another program prepared the text; the model can be used without a codec
     except UserError as error:
-        log.warning("The folder has no tokenizer. %s", error)
+        log.warning(f"The folder has no tokenizer. {error}")
         return None
 
 
-def write_tokenizer(folder: Path, codec: Any, kind: str, dictionaries: Any, length: int) -> None:
+def write_tokenizer(folder: Path, codec: Any, kind: str, dictionaries: Any, longest: int) -> None:
     """Write the files that AutoTokenizer reads: the symbols by id, and the segmentation of raw text.
 
     Args:
@@ -115,63 +124,55 @@ def write_tokenizer(folder: Path, codec: Any, kind: str, dictionaries: Any, leng
         codec: the codec that `codec_of` returns, or a `Gpt2Codec`.
         kind: the kind of the recipe.
         dictionaries: fairseq's dictionaries of source and target.
-        length: the largest number of symbols that the model reads.
+        longest: the largest number of symbols that the model reads.
     """
-    pair = codec.segmentations if isinstance(codec, TranslationCodec) else (codec, codec)
-    if isinstance(pair[0], MergeCodec):
-        (folder / "merges.codes").write_text(pair[0].text(), "utf-8")
-    elif isinstance(codec, Gpt2Codec):
-        for path in codec.files:
-            shutil.copy(path, folder)
-    elif isinstance(pair[0], PieceCodec):
-        models = dict.fromkeys(side.processor.serialized_model_proto() for side in pair)
-        for name, model in zip(("source.spm", "target.spm"), models):
-            (folder / name).write_bytes(model)
+    is_translation = isinstance(codec, TranslationCodec)
+    source, target = codec.segmentations if is_translation else (codec, codec)
+    _write_segmentations(folder, source, target)
     symbols = [list(dictionary.symbols) for dictionary in dictionaries]
     write_json(folder / "vocab.json", {"source": symbols[0], "target": symbols[1]})
-    around = _AROUND.get(kind, (["<s>"], ["</s>"]))
+    prefix, suffix = _BORDERS.get(kind, (["<s>"], ["</s>"]))
     config: dict[str, Any] = {
         "tokenizer_class": "MixtureTokenizer",
-        "segmentation": _SEGMENTATIONS[type(pair[0])],
+        "segmentation": _SEGMENTATIONS[type(source)],
+        "prefix": prefix,
+        "suffix": suffix,
+        "model_max_length": longest,
     }
-    if isinstance(codec, TranslationCodec):
-        config.update(steps=codec.steps, target_language=codec.target)
-    config.update(prefix=around[0], suffix=around[1], model_max_length=length)
+    if is_translation:
+        config |= {"steps": codec.steps, "target_language": codec.target}
     if "<mask>" in symbols[0]:
         config["mask_token"] = "<mask>"
     write_json(folder / "tokenizer_config.json", config)
 
 
-def usage(name: str, kind: str) -> list[str]:
-    """Lines of Python that load the model.
-
-    Args:
-        name: the name of the folder.
-        kind: the kind of the recipe.
-    """
-    auto = {TRANSLATION: "AutoModelForSeq2SeqLM", CAUSAL_LM: "AutoModelForCausalLM"}.get(
-        kind, "AutoModelForMaskedLM"
-    )
-    return [
-        "import moa_fairseq.integrations.mixture_transformer  # registers the model",
-        f"from transformers import {auto}, AutoTokenizer",
-        "",
-        f'model = {auto}.from_pretrained("{name}")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-    ]
+def _write_segmentations(folder: Path, source: Any, target: Any) -> None:
+    """Write what the codecs of source and target read."""
+    if isinstance(source, MergeCodec):  # both languages have the same merges
+        (folder / "merges.codes").write_text(source.text(), "utf-8")
+    elif isinstance(source, Gpt2Codec):
+        for path in source.files:
+            shutil.copy(path, folder)
+    elif isinstance(source, PieceCodec):
+        # One file if both languages have the same pieces
+        models = dict.fromkeys(side.processor.serialized_model_proto() for side in (source, target))
+        for name, model in zip(("source.spm", "target.spm"), models):
+            (folder / name).write_bytes(model)
 
 
 def write_model(
-    folder: Path, model: Any, dictionary: Any, criterion: Any, generation: dict[str, Any]
+    folder: Path, model: Any, dictionary: Any, criterion: Any, settings: dict[str, Any]
 ) -> int:
     """Write config.json, model.safetensors and, for models that generate text, generation_config.json.
 
+    The comparison with the plain model leaves fairseq's model in float64.
+
     Args:
         folder: the folder to write into.
-        model: fairseq's model, which is in float64 afterwards.
+        model: fairseq's model.
         dictionary: the dictionary of the target.
         criterion: the settings of the training's criterion, with those of its auxiliary losses.
-        generation: beam, lenpen, max_len_b and min_len of fairseq-generate.
+        settings: beam, lenpen, max_len_b and min_len of fairseq-generate.
 
     Returns:
         The number of parameters.
@@ -183,44 +184,66 @@ def write_model(
         from safetensors.torch import save_file
     except ImportError as error:
         raise UserError("--transformers needs safetensors: pip install safetensors.") from error
-    plain: Any = plain_model(model)
-    encoder = plain.source_stack.settings if plain.encoder is not None else None
-    decoder = plain.decoder.settings if plain.decoder is not None else None
-    kind = (encoder is not None, decoder is not None)
-    weights = tensors_of(plain, "model.")
+    plain = plain_model(model)
     ids = {
         "pad_token_id": dictionary.pad(),
         "bos_token_id": dictionary.bos(),
         "eos_token_id": dictionary.eos(),
     }
-    if all(kind):
+    config = _model_config(plain)
+    if config["is_encoder_decoder"]:
         ids["decoder_start_token_id"] = dictionary.eos()
-    config = {
-        "architectures": [_CLASSES[kind]],
-        "model_type": "mixture_transformer",
-        "dtype": str(next(plain.parameters()).dtype).removeprefix("torch."),
-        "encoder_stack": encoder and dataclasses.asdict(encoder),
-        "decoder_stack": decoder and dataclasses.asdict(decoder),
-        "shared_embedding": all(kind) and plain.decoder.embed_tokens is None,
-        "own_output": plain.own_output,
-        "is_encoder_decoder": all(kind),
-    }
-    config.update(ids)
+    config |= ids
     for name in _LOSS:
         if value := getattr(criterion, name, None):
             config[name] = value if isinstance(value, float) else str(value)
     write_json(folder / "config.json", config)
-    if decoder is not None:
+    if plain.decoder is not None:
         search = {
-            "num_beams": generation["beam"],
-            "length_penalty": generation["lenpen"],
-            "early_stopping": generation["beam"] > 1,
-            "max_new_tokens": generation["max_len_b"] + 1,  # including </s>
-            "min_new_tokens": generation["min_len"],
+            "num_beams": settings["beam"],
+            "length_penalty": settings["lenpen"],
+            "early_stopping": settings["beam"] > 1,
+            "max_new_tokens": settings["max_len_b"] + 1,  # including </s>
+            "min_new_tokens": settings["min_len"],
             "suppress_tokens": [dictionary.pad()],
         }
         write_json(folder / "generation_config.json", ids | search)
+    weights = tensors_of(plain, "model.")
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     # safetensors lets only the owner read its file, but a server may run as another user
     (folder / WEIGHTS).chmod((folder / "config.json").stat().st_mode)
     return sum(map(torch.numel, weights.values()))
+
+
+def _model_config(plain: Any) -> dict[str, Any]:
+    """The configuration of the plain model in transformers, without ids and losses."""
+    has_encoder = plain.encoder is not None
+    has_decoder = plain.decoder is not None
+    is_translation = has_encoder and has_decoder
+    return {
+        "architectures": [_CLASSES[has_encoder, has_decoder]],
+        "model_type": "mixture_transformer",
+        "dtype": str(next(plain.parameters()).dtype).removeprefix("torch."),
+        "encoder_stack": dataclasses.asdict(plain.source_stack.settings) if has_encoder else None,
+        "decoder_stack": dataclasses.asdict(plain.decoder.settings) if has_decoder else None,
+        "shared_embedding": is_translation and plain.decoder.embed_tokens is None,
+        "own_output": plain.own_output,
+        "is_encoder_decoder": is_translation,
+    }
+
+
+def usage(name: str, kind: str) -> list[str]:
+    """Lines of Python that load the model.
+
+    Args:
+        name: the name of the folder.
+        kind: the kind of the recipe.
+    """
+    auto = _AUTO_CLASSES.get(kind, "AutoModelForMaskedLM")
+    return [
+        "import moa_fairseq.integrations.mixture_transformer  # registers the model",
+        f"from transformers import {auto}, AutoTokenizer",
+        "",
+        f'model = {auto}.from_pretrained("{name}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+    ]

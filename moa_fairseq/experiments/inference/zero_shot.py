@@ -46,6 +46,10 @@ from moa_fairseq.files import (
 TASKS = Path(__file__).parent / "zero_shot_tasks"
 _BOOTSTRAP = 1000  # number of bootstrap samples for the standard error of a perplexity
 _REMEDY = "A recipe should have written it. Restore it, or give a checkpoint instead of the run."
+_TEXT_PROBLEMS = {  # counts of `HarnessModel.text_facts`
+    "unknown_targets": "answers have a word or letter that the dictionary lacks",
+    "cut": "contexts are longer than the model reads; the beginning is left out",
+}
 log = logging.getLogger(__name__)
 
 
@@ -59,8 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="lm_eval's tasks or groups, separated by commas",
     )
-    tasks_help = "folder with your own task files (YAML); `!function` in them runs code"
-    add("--include-path", type=Path, metavar="DIR", help=tasks_help)
+    add(
+        "--include-path",
+        type=Path,
+        metavar="DIR",
+        help="folder with your own task files (YAML); `!function` in them runs code",
+    )
     add(
         "--limit",
         type=int,
@@ -81,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{flag} {value} is less than 1.")
     names = list(dict.fromkeys(name.strip() for name in args.tasks.split(",") if name.strip()))
     manager = _task_manager(names, args.include_path)
+    # It imports lm_eval, without which `_task_manager` raises a UserError
     from moa_fairseq.experiments.inference.harness import HarnessModel
 
     folder = args.run_dir if args.run_dir.is_dir() else args.run_dir.parent
@@ -89,18 +98,15 @@ def run(args: argparse.Namespace) -> int:
     model = text_model.load(args, LANGUAGE_MODELING)
     checkpoint, _ = checkpoint_and_data(args.run_dir, args.data)
     digest = checksum(checkpoint)
-    harness = HarnessModel(model, args.max_tokens)
-    maker = provenance()
-    # Saved answers are used again only for all of these
-    request = (
-        f"{digest} {model.cfg.task.data} {args.segmented} {maker['commit']} {output.absolute()}"
+    made_by = provenance()
+    # Saved answers are used again only if all of these are the same
+    saved_answers = _answers_path(
+        f"{digest} {model.cfg.task.data} {args.segmented} {made_by['commit']} {output.absolute()}"
     )
-    # lm_eval unpickles the answers that it saves, so they are in a private folder, not in the run folder
-    key = hashlib.sha256(request.encode()).hexdigest()
-    answered = private_folder(user_cache() / "zero-shot") / key
-    log.info("%s: %s on %s", checkpoint, ", ".join(names), model.device)
+    log.info(f"{checkpoint}: {', '.join(names)} on {model.device}")
+    harness = HarnessModel(model, args.max_tokens)
     try:
-        results = _evaluate(harness, names, manager, args.limit, answered)
+        results = _evaluate(harness, names, manager, args.limit, saved_answers)
     except OSError as error:  # a full disk, or no connection to Hugging Face's hub
         if error.errno in DISK_FULL:
             raise as_user_error(error, output) from error
@@ -108,18 +114,19 @@ def run(args: argparse.Namespace) -> int:
             f"--tasks {args.tasks}: cannot read a task's data ({shortened(error)}). lm_eval fetches it "
             "from Hugging Face's hub: go online once, or give --include-path a task file of local data."
         ) from error
-    record = {"checkpoint": str(checkpoint), "checkpoint_sha256": digest}
-    record |= _evaluation(args, harness, results)
+    origin = {"checkpoint": str(checkpoint), "checkpoint_sha256": digest}
+    record = origin | _evaluation(args, harness, results)
     command = shlex.join(["moa-fairseq", *sys.argv[1:]])
-    write_json(output, dict(record | maker, command=command))
-    for part in answered.parent.glob(f"{answered.name}_rank*"):
+    write_json(output, record | made_by | {"command": command})
+    for part in saved_answers.parent.glob(f"{saved_answers.name}_rank*"):
         part.unlink()
     _add_to_result(args.run_dir, record)
     if args.json:
         print(json.dumps(read_json(output, ""), indent=1, ensure_ascii=False))
     else:
+        _warn_of_text(record["tasks"])
         print(_table_text(record), end="")
-    log.info("wrote %s", output)
+    log.info(f"wrote {output}")
     return 0
 
 
@@ -151,10 +158,19 @@ def _task_manager(names: list[str], include_path: Path | None) -> Any:
     return manager
 
 
+def _answers_path(conditions: str) -> Path:
+    """The path with which the files of lm_eval's saved answers begin.
+
+    lm_eval unpickles the answers, so they are in a private folder, not in the run folder.
+    """
+    key = hashlib.sha256(conditions.encode()).hexdigest()
+    return private_folder(user_cache() / "zero-shot") / key
+
+
 def _evaluate(
-    harness: Any, names: list[str], manager: Any, limit: int | None, answered: Path
+    harness: Any, names: list[str], manager: Any, limit: int | None, saved_answers: Path
 ) -> Values:
-    """lm_eval's results for tasks; `answered` begins the names of the files of saved answers."""
+    """lm_eval's results for tasks."""
     from lm_eval.evaluator import simple_evaluate
 
     results = simple_evaluate(
@@ -162,7 +178,7 @@ def _evaluate(
         tasks=names,
         task_manager=manager,
         limit=limit,
-        use_cache=str(answered),
+        use_cache=str(saved_answers),
         bootstrap_iters=_BOOTSTRAP,
     )
     assert results is not None  # lm_eval returns None only in processes other than the first
@@ -177,7 +193,7 @@ def _evaluation(args: argparse.Namespace, harness: Any, results: Values) -> Valu
         "lm_eval": results["lm_eval_version"],
         "limit": args.limit,
         "segmented": args.segmented,
-        "tokens_per_sample": harness.chunk,
+        "tokens_per_sample": harness.chunk_length,
         "carried_chunks": harness.network.decoder.context.chunks if harness.carries_context else 0,
         "device": str(harness.text_model.device),
         "bootstrap_draws": _BOOTSTRAP,
@@ -195,15 +211,18 @@ def _task_results(name: str, results: Values, harness: Any) -> Values:
     if name not in results["samples"]:
         task["tasks"] = results["group_subtasks"].get(name, [])
         return task
+    # A document has a sample for each of lm_eval's filters, with the same requests
+    documents = {sample["doc_id"]: sample for sample in results["samples"][name]}
     requests: list[tuple[str, str]] = []
-    for sample in {sample["doc_id"]: sample for sample in results["samples"][name]}.values():
+    for sample in documents.values():
         requests += map(tuple, sample["arguments"])
     sizes = results["n-samples"][name]
-    task.update(
-        shots=results["n-shot"].get(name), documents=sizes["effective"], of=sizes["original"]
-    )
-    task["text"] = harness.text_facts(requests)
-    return task
+    return task | {
+        "shots": results["n-shot"].get(name),
+        "documents": sizes["effective"],
+        "of": sizes["original"],
+        "text": harness.text_facts(requests),
+    }
 
 
 def _add_to_result(run_dir: Path, record: Values) -> None:
@@ -218,11 +237,21 @@ def _add_to_result(run_dir: Path, record: Values) -> None:
     result["metrics"].update(new)
     result["zero_shot"] = settings
     write_json(path, result)
-    log.info("%s: %s", path, ", ".join(f"{name} {value:.1f}" for name, value in new.items()))
+    accuracies = ", ".join(f"{name} {value:.1f}" for name, value in new.items())
+    log.info(f"{path}: {accuracies}")
+
+
+def _warn_of_text(tasks: Values) -> None:
+    """Warn of tasks with unknown words in their answers, and of tasks with contexts that were cut."""
+    for name, task in tasks.items():
+        text = task.get("text", {})
+        for count, problem in _TEXT_PROBLEMS.items():
+            if text.get(count):
+                log.warning(f"{name}: {text[count]:,} of {text['requests']:,} {problem}")
 
 
 def _table_text(record: Values) -> str:
-    """The tasks as a table; warnings name tasks with unknown words in answers, or with cut contexts."""
+    """The metrics of all tasks as a table, with the settings below it."""
     columns = [
         Column("task", "Task", once=True),
         Column("metric", "Metric"),
@@ -233,7 +262,6 @@ def _table_text(record: Values) -> str:
     ]
     lines = []
     for name, task in record["tasks"].items():
-        text = task.get("text")
         for metric, value in task["metrics"].items():
             if metric.endswith("_stderr"):
                 continue
@@ -241,23 +269,13 @@ def _table_text(record: Values) -> str:
             line = {"task": name, "metric": metric, "value": f"{value:.4f}"}
             if error is not None:
                 line["error"] = f"{error:.4f}"
-            if text is not None:
+            if text := task.get("text"):
                 line["documents"] = f"{task['documents']:,}"
                 line["unknown"] = f"{text['unknown'] / max(1, text['symbols']):.2%}"
             lines.append(line)
-        if text and text["unknown_targets"]:
-            log.warning(
-                "%s: %s of %s answers have a word or letter that the dictionary lacks",
-                *(name, f"{text['unknown_targets']:,}", f"{text['requests']:,}"),
-            )
-        if text and text["cut"]:
-            log.warning(
-                "%s: %s of %s contexts are longer than the model reads; the beginning is left out",
-                *(name, f"{text['cut']:,}", f"{text['requests']:,}"),
-            )
     limit = f"limit {record['limit']} (for a trial only), " if record["limit"] else ""
-    model = f"lm_eval {record['lm_eval']}, {limit}{record['tokens_per_sample']} symbols a chunk, "
-    return page(
-        [Table(columns, lines), f"{model}{record['carried_chunks']} carried chunks."],
-        markdown=False,
+    settings = (
+        f"lm_eval {record['lm_eval']}, {limit}{record['tokens_per_sample']} symbols a chunk, "
+        f"{record['carried_chunks']} carried chunks."
     )
+    return page([Table(columns, lines), settings], markdown=False)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.experiments.analysis.routed_model import kind_of
+from moa_fairseq.experiments.analysis.routed_model import kind_of, layer_of
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.routing import Routing
 
@@ -105,15 +105,14 @@ class Router:
 
     def as_json(self) -> dict[str, Any]:
         """The router's properties on the page, without its load."""
-        stack, *path = self.name.split(".")
+        stack = self.name.split(".")[0]
         kind = kind_of(self.name)
         if kind == "other":  # σ-MoE
             kind = f"{stack} feed-forward" if self.keys is None else f"{stack} attention"
-        layer = next((int(part) for part in path if part.isdigit()), 0) + 1
         about = {
             "name": self.name,
             "kind": kind,
-            "layer": layer,
+            "layer": layer_of(self.name),
             "on": self.queries,
             "to": self.keys,
         }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.gpt2_files import encoder_of
-from moa_fairseq.experiments.inference.text_model import BATCH, TextModel, hypotheses, lines_of
+from moa_fairseq.experiments.inference.text_model import BATCH, TextModel, answers, lines_of
 from moa_fairseq.experiments.scoring.fill_mask import symbols_of
 from moa_fairseq.experiments.scoring.trained_model import batches, load_subset
 
@@ -103,9 +103,9 @@ def _translations_of_lines(
 ) -> Iterator[Sample]:
     """Each line that the model can read, with its best translation."""
     for batch in lines_of(file):
-        for (number, _), (source, translations) in zip(batch, hypotheses(model, batch, settings)):
-            if source is not None and translations:
-                yield _translation(number, source, translations)
+        for (number, _), answer in zip(batch, answers(model, batch, settings)):
+            if answer.hypotheses:
+                yield _translation(number, answer.symbols, answer.hypotheses)
 
 
 def _translations_of_subset(
@@ -113,10 +113,9 @@ def _translations_of_subset(
 ) -> Iterator[Sample]:
     """The first sentences of a subset that the model can read, with their best translations."""
     dataset = load_subset(model.task, sources.subset)
-    longest = model.max_positions
-    limit = longest[0] if isinstance(longest, tuple) else longest
     count = min(len(dataset), sources.limit)
-    indices = [index for index in range(count) if dataset.size(index)[0] <= limit]
+    longest = model.longest_source
+    indices = [index for index in range(count) if dataset.size(index)[0] <= longest]
     for start in range(0, len(indices), BATCH):
         batch = indices[start : start + BATCH]
         items = [dataset[index] for index in batch]

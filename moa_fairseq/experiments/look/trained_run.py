@@ -24,7 +24,7 @@ from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING, TRANSLATIO
 from moa_fairseq.experiments.data.text_files import run_copy_of
 from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.inference.text_model import TextModel, load_run
-from moa_fairseq.experiments.inference.translate import generation
+from moa_fairseq.experiments.inference.translate import search_settings
 from moa_fairseq.experiments.look.routes import Budget
 from moa_fairseq.experiments.look.samples import Sources, kind_of_model, samples
 from moa_fairseq.experiments.look.sentences import Sentence, SentenceReader
@@ -162,7 +162,7 @@ def _examine_model(
         raise UserError(f"{data} has no test or validation set. Give sentences by --input FILE.")
     subset = next(iter(subsets), "")
     kind = kind_of_model(model)
-    settings = generation(folder) if kind == "translation" else {}
+    settings = search_settings(folder) if kind == "translation" else {}
     sources = Sources(args.input, subset, data, args.sentences)
     budget = Budget(*(limit // num_runs for limit in LIMITS))
     reader = SentenceReader(model, data, budget)

@@ -11,9 +11,9 @@ from moa_fairseq.cli import main
 from moa_fairseq.experiments.analysis.expert_tokens import (
     TokenCounter,
     attributed,
-    pieces,
-    words,
-    words_of_pieces,
+    bpe_words,
+    sentencepiece_words,
+    single_symbols,
 )
 from moa_fairseq.experiments.analysis.gpt2_pieces import Gpt2Pieces
 from moa_fairseq.experiments.scoring.trained_model import load_trained
@@ -82,15 +82,15 @@ def test_pieces_and_words():
         "<0xC3>",
         "<0xA9>",
     ]
-    assert list(words_of_pieces(split)) == [
+    assert list(sentencepiece_words(split)) == [
         ("unable", [1, 2]),
         ("cat", [3]),
         ("café", [6, 7, 8]),
     ]
     symbols = [None, "un@@", "able", "cat", "run@@", None, "x@@", "y@@", "z", "cut@@"]
-    assert list(pieces(symbols[:3])) == [("un@@", [1]), ("able", [2])]
-    assert list(words(symbols)) == [("unable", [1, 2]), ("cat", [3]), ("xyz", [6, 7, 8])]
-    counter = TokenCounter(words)
+    assert list(single_symbols(symbols[:3])) == [("un@@", [1]), ("able", [2])]
+    assert list(bpe_words(symbols)) == [("unable", [1, 2]), ("cat", [3]), ("xyz", [6, 7, 8])]
+    counter = TokenCounter(bpe_words)
     counter.add([["un@@", "able", "cat"]], one_hot([0, 1, 1]))
     assert counter.expert_shares() == [0.25, 0.75]
     first, second = counter.indicative(top=2, min_count=1)
@@ -255,7 +255,7 @@ def test_pieces_and_words_of_gpt2(toy_gpt2):
 
 
 def test_hidden_positions_count_for_nobody():
-    counter = TokenCounter(words)
+    counter = TokenCounter(bpe_words)
     hidden = torch.tensor([[False, True, False, True]])
     counter.add([["un@@", "able", "cat", "dog"]], one_hot([0, 1, 1, 0]), hidden)
     assert counter.occurrences == {"cat": 1}

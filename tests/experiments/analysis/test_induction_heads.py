@@ -213,11 +213,11 @@ def test_the_longest_sequences_fill_the_block_and_the_seed_draws_them(
 
 
 def test_layers_of_the_picture_are_in_order():
-    heads = [
-        HeadScore(f"decoder.layers.{layer}.self_attn", "head", 1, layer / 20, None, 1.0)
-        for layer in range(12)
-    ]
-    heads[-1].map = HeadMap(torch.eye(3), {})
+    heads = []
+    for layer in range(12):
+        name = f"decoder.layers.{layer}.self_attn"
+        attention = HeadMap(torch.eye(3), {})
+        heads.append(HeadScore(name, "head", 1, layer / 20, None, 1.0, map=attention))
     panel = draw_scores(heads[::-1], ["</s>", "a", "a"]).subfigs[0].axes[0]
     assert panel.images[0].get_array()[:, 0].tolist() == pytest.approx(
         [layer / 20 for layer in range(12)]

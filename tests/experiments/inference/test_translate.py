@@ -22,8 +22,8 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.prepare import Preparation
 from moa_fairseq.experiments.data.text_files import copy_text_files, text_files
 from moa_fairseq.experiments.inference.text_codec import codec_of
-from moa_fairseq.experiments.inference.text_model import hypotheses, shown
-from moa_fairseq.experiments.inference.translate import generation
+from moa_fairseq.experiments.inference.text_model import answers, shown
+from moa_fairseq.experiments.inference.translate import search_settings
 from moa_fairseq.experiments.scoring.trained_model import load_trained
 from moa_fairseq.text.codecs import ByteCodec, MergeCodec, TranslationCodec
 from moa_fairseq.text.steps import detokenize
@@ -323,13 +323,13 @@ def test_no_word_becomes_a_border_of_the_text(caplog):
     names.add_symbol("dog")
     model = SimpleNamespace(
         src_dict=names,
-        max_positions=9,
+        longest_source=9,
         encode=lambda line: names.encode_line(line, add_if_not_exist=False).long(),
         generate=lambda tokens, **settings: [[{"tokens": each}] for each in tokens],
     )
     lines = ["dog", "<pad> dog", "dog </s>", "<s>", "<unk> dog", "cat dog"]
     lines += ["dog " * words for words in (8, 9)]  # with their end nine symbols, and ten
-    found = [answer for _, answer in hypotheses(model, list(enumerate(lines, 1)), {})]
+    found = [answer.hypotheses for answer in answers(model, list(enumerate(lines, 1)), {})]
     assert [number for number, answer in enumerate(found, 1) if not answer] == [2, 3, 4, 8]
     assert found[4][0]["tokens"].tolist() == found[5][0]["tokens"].tolist()
     assert all(f"line {number} is skipped" in caplog.text for number in (2, 3, 4, 8))
@@ -358,7 +358,7 @@ def test_only_text_that_was_tokenised_here_is_detokenised():
 def test_a_penalty_of_zero_is_a_penalty(tmp_path, given, used):
     """What is said counts before the recipe, whose other values stay."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"generate": RECIPE["generate"]}))
-    found = generation(tmp_path, *given)
+    found = search_settings(tmp_path, *given)
     assert (found["beam"], found["lenpen"], found["max_len_b"]) == (*used, 6)
 
 
@@ -547,7 +547,7 @@ def test_a_flag_that_cannot_be_applied_is_named(tmp_path, caplog):
     flags = {"prefix-size": 2, "batch-size": 3}
     recipe = {"generate": {**RECIPE["generate"], "flags": flags}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    generation(tmp_path)
+    search_settings(tmp_path)
     assert "prefix_size" in caplog.text and "batch" not in caplog.text
 
 
@@ -575,7 +575,7 @@ def test_a_run_that_has_not_ended_is_not_exported(copy, tmp_path, capsys):
 def test_an_odd_recipe_is_one_paragraph(tmp_path, text, named):
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(UserError, match=named) as error:
-        generation(tmp_path)
+        search_settings(tmp_path)
     assert "\n" not in str(error.value)
 
 

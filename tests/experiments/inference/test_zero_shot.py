@@ -166,7 +166,7 @@ def harness_of(run, data, segmented=False):
 def test_batches_are_filled_to_their_limit(max_tokens, sizes):
     from moa_fairseq.experiments.inference.harness import HarnessModel
 
-    limits = argparse.Namespace(chunk=100, max_tokens=max_tokens)
+    limits = argparse.Namespace(chunk_length=100, max_tokens=max_tokens)
     batches = HarnessModel._batches(limits, [[4] * 20] * 7)
     assert [len(batch) for batch in batches] == sizes
 

@@ -400,7 +400,7 @@ def test_sentences_keep_their_numbers_where_one_is_too_long(monkeypatch):
     monkeypatch.setattr(samples, "load_subset", lambda *_: subset)
     model = SimpleNamespace(
         task=None,
-        max_positions=(5, 5),
+        longest_source=5,
         generate=lambda sources: [[{"tokens": source}] for source in sources],
     )
     found = samples._translations_of_subset(model, samples.Sources(None, "test", None, 3), {})
