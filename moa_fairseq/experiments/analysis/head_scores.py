@@ -256,7 +256,7 @@ def _value_scores(
 ) -> list[HeadScore]:
     """The scores of a head's value experts, over the queries whose key has a value from that expert."""
     scores = []
-    shares = copying.value_experts or [None] * routing.num_experts
+    shares: Sequence[Tensor | None] = copying.value_experts or [None] * routing.num_experts
     experts_per_head = routing.num_experts // routing.groups
     for expert in range(experts_per_head):
         index = head * experts_per_head + expert

@@ -80,7 +80,8 @@ def label_points(
             middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
             line = Line([centre, middle])
             if label.arrow_patch:
-                belongs = _is_clear(line, obstacles)
+                others = [obstacle for obstacle in obstacles if not obstacle.contains(*centre)]
+                belongs = not any(map(line.intersects_bbox, others))
             else:  # without a line, a name belongs to the nearest point
                 nearest = min(math.dist(other, middle) for other in centres)
                 belongs = math.dist(centre, middle) == nearest
@@ -119,12 +120,6 @@ def _annotate(
         arrowprops=line if distance > DISTANCES[0] else None,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # covers the grid
     )
-
-
-def _is_clear(line: Line, obstacles: Sequence[Bbox]) -> bool:
-    """Whether a line from a point crosses no obstacle but those that the point is in."""
-    others = [obstacle for obstacle in obstacles if not obstacle.contains(*line.vertices[0])]
-    return not any(map(line.intersects_bbox, others))
 
 
 def _is_free(box: Bbox, panel: Axes, obstacles: Sequence[Bbox], lines: Sequence[Line]) -> bool:

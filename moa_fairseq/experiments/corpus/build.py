@@ -164,7 +164,7 @@ def _write_split(output: Path, split: str, pairs: Sequence[SourcedPair]) -> dict
 
 def _is_complete(output: Path, manifest: Values) -> bool:
     """Whether all files of a corpus are there and unchanged."""
-    files = manifest.get("files")
+    files = manifest.get("files") or {}
     return bool(files) and all(
         (output / name).is_file() and checksum(output / name) == digest
         for name, digest in files.items()

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             "from Hugging Face's hub: go online once, or give --include-path a task file of local data."
         ) from error
     origin = {"checkpoint": str(checkpoint), "checkpoint_sha256": digest}
-    record = origin | _evaluation(args, harness, results)
+    record: Values = origin | _evaluation(args, harness, results)
     command = shlex.join(["moa-fairseq", *sys.argv[1:]])
     write_json(output, record | made_by | {"command": command})
     for part in saved_answers.parent.glob(f"{saved_answers.name}_rank*"):
