@@ -182,7 +182,7 @@ def _append_if_measured(
     try:
         # `finite` would drop an infinite value, which counts here
         point = Point(int(float(updates)), seconds, float(value))
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):  # not a measurement
         return
     while points and points[-1].updates >= point.updates:
         points.pop()

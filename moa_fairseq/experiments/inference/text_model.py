@@ -272,7 +272,7 @@ def answers(
         if line.strip():
             try:
                 symbols = _encode(model, line, max_symbols or model.longest_source)
-            except UserError as error:
+            except UserError as error:  # the line cannot be read
                 log.warning(f"line {number} is skipped: {error}")
         encoded.append(symbols)
     sources = list(filter(len, encoded))
