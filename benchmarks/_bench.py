@@ -78,7 +78,9 @@ def arguments(
     multiplied = (
         torch.float16 if args.dtype == "amp" and args.device == "cuda" else args.torch_dtype
     )
-    chosen, why = projection.automatic(multiplied) if args.device == "cuda" else ("grouped", "")
+    chosen, why = (
+        projection.backend_of_auto(multiplied) if args.device == "cuda" else ("grouped", "")
+    )
     args.auto = {"backend": chosen, "why": why}
     if args.device == "cuda" and chosen != "triton":
         print(f"WARNING: `auto` is {chosen} on this GPU, {why}", file=sys.stderr, flush=True)

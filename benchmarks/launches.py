@@ -156,8 +156,8 @@ def stand_in() -> None:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, name, Proxy(name))
     # what a Hopper GPU takes
-    by_sorting = projection._SORTED._replace(
-        unsupported_reason=projection._EVERY.unsupported_reason
+    by_sorting = projection._GROUPED_MM._replace(
+        unsupported_reason=projection._EVERY_EXPERT.unsupported_reason
     )
     projection._WAYS = {**projection._WAYS, "grouped": (by_sorting,)}
     launch._processors = lambda tensor: PROCESSORS

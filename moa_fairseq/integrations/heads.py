@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,9 @@ from moa_fairseq.layers.torch_compat import full_precision
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo")  # names of W_O in libraries
 QUERIES = "q_proj"  # the name of the projection to queries
 FUSED = "qkv"  # the name of the projection to [q | k | v] in timm
-_OF_KEYS = "w?[kv]|.*_[kv]$"  # names of projections to keys and values
+# Names of other projections: they begin with k, wk, …, or end with _k, …
+_KEYS_VALUES = "w?[kv]|.*_[kv]$"
+_QUERIES_KEYS_VALUES = "w?[qkv]|.*_[qkv]$"
 
 
 @dataclass
@@ -82,57 +84,60 @@ class MixtureSettings:
                 f"{', '.join(unknown)}: no setting of this version, whose settings are {have}."
             )
         settings = cls(**fields)
-        check_choice("router", settings.router, ROUTERS)
-        check_choice("scaling", settings.scaling, SCALINGS)
-        check_choice("straight_through", settings.straight_through, STRAIGHT_THROUGH)
-
-        def whole(number: Any) -> bool:
-            return type(number) is int and number >= 0
-
-        def check(name: str, fits: Any, remedy: str) -> None:
-            if not fits:
-                raise UserError(f"{name}={getattr(settings, name)!r} does not fit: {remedy}.")
-
-        layers = settings.layers
-        beta = settings.balance
-        norms = settings.router == "query-norm"
-        if isinstance(layers, (list, tuple)):
-            pairs = [each for each in layers if each is not None]
-        else:
-            pairs = []
-        paired = all(
-            isinstance(p, (list, tuple)) and len(p) == 2 and all(map(whole, p)) for p in pairs
-        )
-        need = "give a list of (shared heads, active), at least one, or None for what stays dense"
-        check("layers", layers is None or (pairs and paired), need)
-        for name in ("shared_heads", "active"):
-            number = getattr(settings, name)
-            check(
-                name,
-                layers or whole(number),
-                "give a whole number of heads, or layers in place of both",
-            )
-            check(
-                name, number is None or not layers, "leave it out, or layers, which has the numbers"
-            )
-        check(
-            "balance",
-            type(beta) in (int, float) and 0 <= beta < math.inf,
-            "give a number from 0 up",
-        )
-        check(
-            "scaling",
-            not norms or settings.scaling == cls.scaling,
-            "query-norm has none: leave it out",
-        )
-        through = norms or settings.straight_through == cls.straight_through
-        check("straight_through", through, "the learned router has none: leave it out")
-        check(
-            "output", isinstance(settings.output, (str, type(None))), "give a name, or leave it out"
-        )
-        has_name = settings.queries == QUERIES or (norms and isinstance(settings.queries, str))
-        check("queries", has_name, "name what query-norm shall read, or leave it out")
+        settings._check_heads()
+        settings._check_options()
         return settings
+
+    def _check_heads(self) -> None:
+        """Refuse settings that do not give numbers of heads in one of the two ways."""
+        if self.layers is not None and not _are_layers(self.layers):
+            self._refuse(
+                "layers",
+                "give a list of (shared heads, active), at least one, or None for what stays dense",
+            )
+        for name in ("shared_heads", "active"):
+            number = getattr(self, name)
+            if self.layers is None:
+                if not _is_count(number):
+                    self._refuse(name, "give a whole number of heads, or layers in place of both")
+            elif number is not None:
+                self._refuse(name, "leave it out, or layers, which has the numbers")
+
+    def _check_options(self) -> None:
+        """Refuse unknown names, impossible values, and what the router would ignore."""
+        check_choice("router", self.router, ROUTERS)
+        check_choice("scaling", self.scaling, SCALINGS)
+        check_choice("straight_through", self.straight_through, STRAIGHT_THROUGH)
+        if type(self.balance) not in (int, float) or not 0 <= self.balance < math.inf:
+            self._refuse("balance", "give a number from 0 up")
+        if not isinstance(self.output, str | None):
+            self._refuse("output", "give a name, or leave it out")
+        by_norms = self.router == "query-norm"
+        if by_norms and self.scaling != MixtureSettings.scaling:
+            self._refuse("scaling", "query-norm has none: leave it out")
+        if not by_norms and self.straight_through != MixtureSettings.straight_through:
+            self._refuse("straight_through", "the learned router has none: leave it out")
+        if self.queries != QUERIES and not (by_norms and isinstance(self.queries, str)):
+            self._refuse("queries", "name what query-norm shall read, or leave it out")
+
+    def _refuse(self, name: str, remedy: str) -> NoReturn:
+        raise UserError(f"{name}={getattr(self, name)!r} does not fit: {remedy}.")
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and number >= 0
+
+
+def _are_layers(layers: Any) -> bool:
+    """Whether there is a pair of numbers, or None, for each layer, and at least one pair."""
+    if not isinstance(layers, (list, tuple)):
+        return False
+    pairs = [pair for pair in layers if pair is not None]
+    are_numbers = [
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(_is_count, pair))
+        for pair in pairs
+    ]
+    return bool(pairs) and all(are_numbers)
 
 
 class RouterWeight(nn.Module):
@@ -179,45 +184,13 @@ class HeadMixture(nn.Module):
     ):
         super().__init__()
         shared, active = sizes
-        kind = type(attention).__name__
         if not (0 <= shared < active <= num_heads or shared == active == num_heads):
             raise UserError(
                 f"shared_heads {shared} and active {active} do not fit {num_heads} heads: active counts the "
                 "shared heads too, and must be larger, unless all heads are shared."
             )
-        norms = [
-            n
-            for n, m in attention.named_children()
-            if "Norm" in type(m).__name__ and n[0] not in "qkv"
-        ]
-        if norms or kind.startswith(("BitNet", "DiffLlama")):
-            raise UserError(
-                f"{kind} changes its heads before {output} ({', '.join(norms) or 'by pairs'}), so "
-                "that what a gate would weight there is no head: leave such a model dense."
-            )
-        projection = getattr(attention, output)
-        # Conv1D has no in_features and out_features
-        shape = getattr(getattr(projection, "weight", None), "shape", (0, 0))
-        self.width = getattr(projection, "in_features", shape[0])
-        to = getattr(projection, "out_features", shape[-1])
-        if settings.output and (re.match(r"w?[qkv]|.*_[qkv]$", output, re.I) or to != model_dim):
-            raise UserError(
-                f"output={output!r} does not fit: in {kind} it maps no heads to {model_dim} values. Name "
-                "what does, or leave it out."
-            )
-        if not self.width or self.width % num_heads:
-            raise UserError(
-                f"{kind}.{output} reads {self.width} values, no multiple of {num_heads} heads."
-            )
+        self.width = _heads_width(attention, model_dim, num_heads, output, settings)
         if settings.router == "query-norm":
-            queries = getattr(attention, settings.queries, None)
-            wide = self.width * (1 + 2 * (settings.queries == FUSED))
-            is_key = settings.queries == output or re.match(_OF_KEYS, settings.queries, re.I)
-            if is_key or getattr(queries, "out_features", None) != wide:
-                raise UserError(
-                    f"queries={settings.queries!r} does not fit: {kind} has no such projection to queries, "
-                    f'{self.width} wide. Give its name, or take router="learned".'
-                )
             self.router: nn.Module = QueryNormRouter(
                 num_heads, shared, active - shared, settings.straight_through
             )
@@ -233,20 +206,21 @@ class HeadMixture(nn.Module):
         self.num_heads = num_heads
         self.output = output
         self.queries = settings.queries
-        self.facts = (shared, active, SCALINGS.index(settings.scaling))
+        self.saved_sizes = (shared, active, SCALINGS.index(settings.scaling))
         # float32, because averaging checkpoints truncates integers
-        self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))
+        self.register_buffer("sizes", torch.tensor(self.saved_sizes, dtype=torch.float32))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(f"{prefix}sizes")
         if (
             saved is not None
             and not saved.is_meta
-            and tuple(saved.float().round().tolist()) != self.facts
+            and tuple(saved.float().round().tolist()) != self.saved_sizes
         ):
             raise UserError(
                 f"{prefix[:-1]} was saved with shared_heads, active and place of scaling in {SCALINGS} = "
-                f"{saved.tolist()}, but has {[*self.facts]}: call to_mixture_of_heads with what was saved."
+                f"{saved.tolist()}, but has {[*self.saved_sizes]}: call to_mixture_of_heads with what was "
+                "saved."
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -261,11 +235,52 @@ class HeadMixture(nn.Module):
         routing = self.router(x)
         call.gates = routing.gates_by_expert
         lost = self.training and not torch.is_grad_enabled()
-        backward = _backward()
+        backward = _backward_id()
         for collector in _COLLECTORS.around():
             # Gradient checkpointing runs this again in the backward pass; the routing is collected already
             if backward is None or collector.backward in (None, backward):
                 collector.add((self, routing, lost))
+
+
+def _heads_width(
+    attention: Any, model_dim: int, num_heads: int, output: str, settings: MixtureSettings
+) -> int:
+    """Check the attention's projections. Returns H·D, the width of what its output projection reads."""
+    kind = type(attention).__name__
+    inner_norms = [
+        name
+        for name, module in attention.named_children()
+        if "Norm" in type(module).__name__ and name[0] not in "qkv"
+    ]
+    if inner_norms or kind.startswith(("BitNet", "DiffLlama")):
+        raise UserError(
+            f"{kind} changes its heads before {output} ({', '.join(inner_norms) or 'by pairs'}), so "
+            "that what a gate would weight there is no head: leave such a model dense."
+        )
+    projection = getattr(attention, output)
+    # Conv1D has no in_features and out_features
+    shape = getattr(getattr(projection, "weight", None), "shape", (0, 0))
+    width: int = getattr(projection, "in_features", shape[0])
+    out_width = getattr(projection, "out_features", shape[-1])
+    is_input = re.match(_QUERIES_KEYS_VALUES, output, re.I)
+    if settings.output and (is_input or out_width != model_dim):
+        raise UserError(
+            f"output={output!r} does not fit: in {kind} it maps no heads to {model_dim} values. Name "
+            "what does, or leave it out."
+        )
+    if not width or width % num_heads:
+        raise UserError(f"{kind}.{output} reads {width} values, no multiple of {num_heads} heads.")
+    if settings.router == "query-norm":
+        queries = settings.queries
+        projection = getattr(attention, queries, None)
+        needed = 3 * width if queries == FUSED else width
+        is_other = queries == output or re.match(_KEYS_VALUES, queries, re.I)
+        if is_other or getattr(projection, "out_features", None) != needed:
+            raise UserError(
+                f"queries={queries!r} does not fit: {kind} has no such projection to queries, {width} wide. "
+                'Give its name, or take router="learned".'
+            )
+    return width
 
 
 def install(
@@ -303,18 +318,21 @@ _COLLECTORS = Collectors("mixtures of heads")
 _adding = threading.Lock()
 
 
-def _backward() -> int | None:
+def _backward_id() -> int | None:
     """The id of the backward pass that runs in this thread; -1: none; None: torch.compile cannot know."""
     if torch.compiler.is_dynamo_compiling():
         return None
     return torch._C._current_graph_task_id()
 
 
-class _Routings:  # not a list, whose length torch.compile would guard, and compile again for each length
+class _Collector:
+    """Records (mixture, routing, whether its gradient is lost) of the passes in a block."""
+
     def __init__(self) -> None:
-        self.backward = _backward()
-        # A linked list: ((mixture, routing, whether its gradient is lost), the records before)
-        self.last: Any = ((), ())
+        self.backward = _backward_id()
+        # A linked list (record, earlier records): torch.compile would guard the length of a list, and compile
+        # again for each length
+        self.last: Any = None
 
     def add(self, record: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -343,20 +361,19 @@ def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
     """
     mixtures = [m for m in model.modules() if isinstance(m, HeadMixture) and m.router.routed_heads]
     routings: list[Routing] = []
-    collector = _Routings()
+    collector = _Collector()
     differentiates = torch.is_grad_enabled()
     lost = False
     try:
         with _COLLECTORS.block(collector):
             yield routings
     finally:
-        record, before = collector.last
-        while before:
-            mixture, routing, without_gradient = record
+        link = collector.last
+        while link:  # the latest record first
+            (mixture, routing, without_gradient), link = link
             if mixture in mixtures:
                 routings.insert(0, routing)
                 lost = lost or (without_gradient and differentiates)
-            record, before = before
     if lost:
         raise UserError(
             "A pass in training mode ran without gradients inside a block of collect_routings, whose balance "
@@ -387,10 +404,7 @@ def balance_loss(
         raise UserError(
             "No routings: let the block of collect_routings end first, and the model choose in its thread."
         )
-    if mask is None or mask.dim() != 2:
-        padding = None
-    else:
-        padding = mask.reshape(-1) == 0
+    padding = None if mask is None or mask.dim() != 2 else mask.reshape(-1) == 0
     total = torch.zeros((), device=device or routings[-1].probs.device)
     for routing in routings:
         if padding is not None and padding.numel() == routing.probs.size(0):

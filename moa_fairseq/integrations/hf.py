@@ -15,9 +15,15 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+try:  # transformers 5 stacks the experts' matrices of the checkpoints of some model types
+    from transformers import conversion_mapping
+except ImportError:
+    conversion_mapping = None
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.integrations.heads import (
@@ -27,6 +33,7 @@ from moa_fairseq.integrations.heads import (
     collect_routings,
     install,
 )
+from moa_fairseq.layers.routing import Routing
 
 _PREFIX = "MoH"
 _IGNORED = -100  # the label of a position without a loss
@@ -51,29 +58,9 @@ def to_mixture_of_heads(
     Raises:
         UserError: for a model that cannot be converted, which is then unchanged.
     """
-    base: Any = type(model)
-    kind = base.__name__
-    if isinstance(getattr(model, "config", None), _MixtureConfig):
-        raise UserError(
-            f"{kind} is a mixture of heads already: load the dense model, and convert it."
-        )
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(
-            f"{kind} is not a transformers model: convert the model before you wrap it."
-        )
-    if not _is_causal_lm(base):
-        alone = type(model.config) in CAUSAL and not model.config.is_encoder_decoder
-        if alone:
-            remedy = "load it with AutoModelForCausalLM"
-        else:
-            remedy = "leave it dense"
-        raise UserError(
-            f"{kind} is not a causal language model, and only those can be converted: {remedy}."
-        )
-    if (getattr(model, "tp_size", None) or 1) > 1:
-        raise UserError(f"{kind} is split by tensor parallelism: load it on one device.")
+    _check_dense(model)
     chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings})
-    mixture = mixture_class(base)
+    mixture = mixture_class(type(model))
     config = copy.deepcopy(model.config)  # other models may share the old one
     config.__class__ = mixture.config_class
     config.moh = asdict(chosen)
@@ -86,41 +73,60 @@ def to_mixture_of_heads(
     return model
 
 
+def _check_dense(model: Any) -> None:
+    """Refuse what is not a whole causal language model of transformers, without mixtures."""
+    kind = type(model).__name__
+    if isinstance(getattr(model, "config", None), _MixtureConfig):
+        raise UserError(
+            f"{kind} is a mixture of heads already: load the dense model, and convert it."
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"{kind} is not a transformers model: convert the model before you wrap it."
+        )
+    if not _is_causal_lm(type(model)):
+        remedy = "leave it dense"
+        if type(model.config) in CAUSAL and not model.config.is_encoder_decoder:
+            remedy = "load it with AutoModelForCausalLM"
+        raise UserError(
+            f"{kind} is not a causal language model, and only those can be converted: {remedy}."
+        )
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise UserError(f"{kind} is split by tensor parallelism: load it on one device.")
+
+
 def _install(model: PreTrainedModel, config: Any) -> None:
     """Add a mixture to each attention. Raises UserError before anything is changed."""
     settings = MixtureSettings.of(config.moh)
-    if config.is_encoder_decoder or config.get_text_config() is not config:
-        raise UserError(
-            f"{type(model).__name__} is not a text-only decoder, and only those can be converted."
-        )
     kind = type(model).__name__
+    if config.is_encoder_decoder or config.get_text_config() is not config:
+        raise UserError(f"{kind} is not a text-only decoder, and only those can be converted.")
     heads = getattr(config, "num_attention_heads", None)
-    attentions = {path: m for path, m in model.named_modules() if "Attention" in type(m).__name__}
-    if not attentions or heads is None:
+    modules = {path: m for path, m in model.named_modules() if "Attention" in type(m).__name__}
+    if not modules or heads is None:
         raise UserError(f"{kind} has no attention heads to route, so it cannot be converted.")
     names = (settings.output,) if settings.output else OUTPUTS
-    rows = []
-    for module in attentions.values():
-        # In Laguna, layers differ in heads; the config of Bart has the number of the encoder
-        number = getattr(module, "num_heads", heads)
-        for name in names:
-            if hasattr(module, name):
-                rows.append((module, name, config.hidden_size, number))
-                break
-    if not rows:
-        parts = {name for m in attentions.values() for name, _ in m.named_children()}
+    attentions = []
+    for module in modules.values():
+        output = next((name for name in names if hasattr(module, name)), None)
+        if output is not None:
+            # In Laguna, layers differ in heads; the config of Bart has the number of the encoder
+            num_heads = getattr(module, "num_heads", heads)
+            attentions.append((module, output, config.hidden_size, num_heads))
+    if not attentions:
+        parts = {name for m in modules.values() for name, _ in m.named_children()}
         raise UserError(
             f"{kind} has no {' or '.join(names)} in its attentions, but {', '.join(sorted(parts))}: give the "
             "output projection's name as output. If none of these is it, the model cannot be converted."
         )
     depth = config.num_hidden_layers
-    count = len(rows)
+    count = len(attentions)
     if count != depth and settings.layers is None:
         raise UserError(
-            f"{kind} has {depth} layers, but {count} attentions ({', '.join([*attentions][:2])} …): instead "
+            f"{kind} has {depth} layers, but {count} attentions ({', '.join([*modules][:2])} …): instead "
             f"of shared_heads and active give layers, {count} entries of (shared heads, active) or None."
         )
-    install(rows, settings, model.dtype)
+    install(attentions, settings, model.dtype)
 
 
 class _MixtureConfig:
@@ -170,12 +176,10 @@ def _mixture_class(base: Any) -> Any:
 
         @functools.wraps(base.forward)  # Trainer and generate read the signature
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            beta = self.config.moh["balance"]
-            if not (beta and self.training):
+            if not (self.config.moh["balance"] and self.training):
                 return super().forward(*args, **kwargs)
             inputs = dict(zip(names, args)) | kwargs
-            labels = inputs.get("labels")
-            if labels is None:
+            if inputs.get("labels") is None:
                 if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
                     warnings.warn(
                         "no labels were given, so there is no loss, and no balance term is added",
@@ -186,13 +190,7 @@ def _mixture_class(base: Any) -> Any:
                 out = super().forward(*args, **kwargs)
             if not routings:  # every head is shared
                 return out
-            loss = out[0]
-            items = inputs.get("num_items_in_batch")
-            term = beta * balance_loss(routings, inputs.get("attention_mask"), loss.device)
-            # Trainer sums the losses of micro-batches, each divided by the number of labels in the update
-            if items is not None:
-                term = term * (labels[..., 1:].ne(_IGNORED).sum() / items).to(loss.device)
-            loss = loss + term
+            loss = out[0] + _balance_term(routings, inputs, self.config, out[0].device)
             if isinstance(out, tuple):
                 return (loss, *out[1:])
             out.loss = loss
@@ -205,38 +203,51 @@ def _mixture_class(base: Any) -> Any:
     AutoModelForCausalLM.register(Config, Model, exist_ok=True)
     # Trainer's label smoothing shifts labels only for the classes that are named here
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[Config.model_type] = Model.__name__
-    try:  # transformers 5 has a table of model types whose checkpoints get their experts' matrices stacked
-        from transformers import conversion_mapping as table
-    except ImportError:
-        return Model
-    rules = table.get_checkpoint_conversion_mapping(base_config.model_type)
-    if rules is not None:
-        table.register_checkpoint_conversion_mapping(Config.model_type, rules, overwrite=True)
+    if conversion_mapping is not None:
+        rules = conversion_mapping.get_checkpoint_conversion_mapping(base_config.model_type)
+        if rules is not None:
+            conversion_mapping.register_checkpoint_conversion_mapping(
+                Config.model_type, rules, overwrite=True
+            )
     return Model
 
 
-def _register(model_type: str) -> None:
+def _balance_term(
+    routings: list[Routing], inputs: dict[str, Any], config: Any, device: torch.device
+) -> Tensor:
+    """β times the balance loss, divided as Trainer divides the loss of a micro-batch."""
+    term: Tensor = config.moh["balance"] * balance_loss(
+        routings, inputs.get("attention_mask"), device
+    )
+    items = inputs.get("num_items_in_batch")
+    if items is None:
+        return term
+    # The losses of micro-batches are summed, each divided by the number of labels in the update
+    count = inputs["labels"][..., 1:].ne(_IGNORED).sum()
+    return term * (count / items).to(device)
+
+
+def _register_lazily(model_type: str) -> None:
     """Let AutoConfig make the classes of a mixture when it reads a folder of type `moh_<model_type>`."""
 
-    class Later:
+    class LazyConfig:
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
             base = CAUSAL[CONFIG_MAPPING[model_type]]
             return mixture_class(base).config_class.from_dict(config_dict, **kwargs)
 
-    AutoConfig.register(f"moh_{model_type}", Later, exist_ok=True)
+    AutoConfig.register(f"moh_{model_type}", LazyConfig, exist_ok=True)
 
 
 for _model_type in tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-    _register(_model_type)
+    _register_lazily(_model_type)
 
 
 def __getattr__(name: str) -> Any:
     """Make the class MoH<Name> if a pickle needs it before it exists."""
+    base = None
     if name.startswith(_PREFIX):
         base = getattr(transformers, name[len(_PREFIX) :], None)
-    else:
-        base = None
     if base in CAUSAL:  # a config
         base = CAUSAL[base]
     if not _is_causal_lm(base):

@@ -17,6 +17,7 @@ from moa_fairseq.layers.torch_compat import autocast_dtype
 if TYPE_CHECKING:
     from moa_fairseq.layers.attention import Attention
 
+_NON_CAUSAL = "this attention's gate sees the whole sequence: build it with causal=True"
 # Keywords of torch's and fairseq's attention, and their names here
 _ELSEWHERE = {
     "key": "memory",
@@ -93,12 +94,12 @@ class Inputs:
         return cls(
             x,
             memory,
-            given.pop("padding", None),
-            given.pop("mask", None),
-            given.pop("causal", False),
-            given.pop("cache", None),
-            given.pop("query_padding", None),
-            given,
+            padding=given.pop("padding", None),
+            mask=given.pop("mask", None),
+            causal=given.pop("causal", False),
+            cache=given.pop("cache", None),
+            query_padding=given.pop("query_padding", None),
+            more=given,
         )
 
     def call(self, attention: "Attention") -> Call:
@@ -120,19 +121,23 @@ class Inputs:
                 "this attention was built with self_attention=True and takes no memory: leave memory out"
             )
         keys_from_x = memory is None and not (cache is not None and cache.holds_memory)
-        if self.more or self.causal or attention.window is not None:
+        if self.more or attention.is_non_causal or attention.window is not None:
             self._check_options(attention)
         self._check_tensors(attention, keys_from_x)
-        if cache is not None:
-            self._check_cache(attention, cache)
-            if memory is not None and cache.length:
-                memory = None  # its keys are there
+        if cache is not None and self._check_cache(attention, cache):
+            memory = None
         query_padding = self.query_padding
-        is_given = not (self.mask is None and self.padding is None and query_padding is None)
-        hides_future = self.causal and not (keys_from_x and x.size(1) == 1)
+        hides_future = self.causal and not (
+            keys_from_x and x.size(1) == 1
+        )  # 1: the latest position
         masks = NO_MASKS
-        if is_given or hides_future or isinstance(cache, StaticCache):
-            masks = self._masks(memory, keys_from_x, is_given, hides_future)
+        if (
+            self.mask is not None
+            or self.padding is not None
+            or hides_future
+            or isinstance(cache, StaticCache)
+        ):
+            masks = self._masks(memory, keys_from_x, hides_future)
         if keys_from_x and masks.padding is not None:
             if isinstance(cache, StaticCache):
                 query_padding = cache.padding_of_call(masks.padding, x.size(1))
@@ -155,9 +160,7 @@ class Inputs:
         if token_ids is not None and token_ids.shape != shape:
             raise ValueError(f"token_ids is {list(token_ids.shape)}, not [B, T] = {list(shape)}")
         if self.causal and attention.is_non_causal:
-            raise ValueError(
-                "this attention's gate sees the whole sequence: build it with causal=True"
-            )
+            raise ValueError(_NON_CAUSAL)
         if (
             attention.window is not None
             and not self.causal
@@ -166,41 +169,52 @@ class Inputs:
             raise ValueError("this attention was built with a window: give causal=True")
 
     def _check_tensors(self, attention: "Attention", keys_from_x: bool) -> None:
-        """Check widths, dtypes and batches of x and memory."""
+        """Check widths, dtypes and batches of x and memory, and the padding of x in cross-attention."""
         x = self.x
         memory = self.memory
         width = attention.embed_dim
+        if x.dim() != 3 or x.size(2) != width:
+            raise ValueError(f"x is {list(x.shape)}, not [B, T, C] with C = {width}")
         keys, values = attention.memory_projections
         k_proj = getattr(attention, keys, None)
-        default = width if memory is None else memory.size(-1)
-        # Linear has `in_features`, ExpertLinear `d_in`; other layers take any width. Inline, to save Python
-        # calls
-        kdim = getattr(k_proj, "in_features", None) or getattr(k_proj, "d_in", default)
-        if keys_from_x or memory is not None:
+        weight = getattr(k_proj, "weight", None)  # in a quantised layer it is a method
+        dtype = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
+        if x.dtype != dtype:
+            _check_dtype("x", x, dtype)
+        source = x if keys_from_x else memory
+        if source is not None:
+            # Linear has `in_features`, ExpertLinear `d_in`; other layers take any width. Not a function, to
+            # save Python calls
             v_proj = getattr(attention, values, None)
+            default = source.size(-1)
+            kdim = getattr(k_proj, "in_features", None) or getattr(k_proj, "d_in", default)
             vdim = getattr(v_proj, "in_features", None) or getattr(v_proj, "d_in", default)
             if kdim != vdim:
                 raise ValueError(
                     f"keys (width {kdim}) and values (width {vdim}) need two inputs, but this call gives one "
                     "memory: build the layer with equal kdim and vdim"
                 )
-        if x.dim() != 3 or x.size(2) != width:
-            raise ValueError(f"x is {list(x.shape)}, not [B, T, C] with C = {width}")
-        if memory is not None and (memory.dim() != 3 or memory.size(2) != kdim):
-            raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with kdim = {kdim}")
-        weight = getattr(k_proj, "weight", None)  # in a quantised layer it is a method
-        dtype = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
-        if x.dtype != dtype or (memory is not None and memory.dtype != dtype):
-            _check_dtypes(dtype, x=x, memory=memory)
-        rows = x.size(0) if self.cache is None else x.size(0) // self.cache.beam_size
-        if memory is not None and memory.size(0) != rows:
-            raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {rows}")
-        if keys_from_x and kdim != width:
-            raise ValueError(
-                "this attention was built with kdim or vdim for a memory: give memory as well"
-            )
+            if keys_from_x and kdim != width:
+                raise ValueError(
+                    "this attention was built with kdim or vdim for a memory: give memory as well"
+                )
+        if memory is not None:
+            rows = x.size(0) if self.cache is None else x.size(0) // self.cache.beam_size
+            if memory.dim() != 3 or memory.size(0) != rows or memory.size(2) != kdim:
+                raise ValueError(
+                    f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {rows} and kdim = {kdim}"
+                )
+            if memory.dtype != dtype:
+                _check_dtype("memory", memory, dtype)
+        if self.query_padding is not None:
+            if keys_from_x:
+                raise ValueError(
+                    "query_padding is for cross-attention; here padding is the padding of x: give padding"
+                )
+            _check_mask("query_padding", self.query_padding, [x.shape[:2]])
 
-    def _check_cache(self, attention: "Attention", cache: KVCache) -> None:
+    def _check_cache(self, attention: "Attention", cache: KVCache) -> bool:
+        """Check the cache, or record a new memory in it. Returns whether it has the keys of the memory."""
         x = self.x
         memory = self.memory
         if cache.owner != attention._instance:
@@ -208,9 +222,7 @@ class Inputs:
                 "cache was made by another attention: give each layer its own cache (new_cache())"
             )
         if attention.is_non_causal:
-            raise ValueError(
-                "this attention's gate sees the whole sequence: build it with causal=True"
-            )
+            raise ValueError(_NON_CAUSAL)
         if cache.rows not in (None, x.size(0)):
             raise ValueError(
                 f"cache holds {cache.rows} sequences, but x is {list(x.shape)}: reorder the cache, or make a "
@@ -222,91 +234,71 @@ class Inputs:
                     "x has several positions, and during generation earlier positions must not see later "
                     "ones: give causal=True or a mask"
                 )
-        elif cache.max_length is not None:
+            return False
+        if cache.max_length is not None:
             raise ValueError(
                 "the keys of a memory do not grow: take new_cache() without max_length"
             )
-        elif not cache.length:
+        if not cache.length:
             cache.of_memory(memory)
-        elif not cache.is_of(memory):
+            return False
+        if not cache.is_of(memory):
             raise ValueError(
                 "the cache holds keys of x or of another memory: make a new cache for this memory"
             )
+        return True
 
-    def _masks(
-        self, memory: Tensor | None, keys_from_x: bool, is_given: bool, hides_future: bool
-    ) -> Masks:
-        """The masks of the pass.
+    def _masks(self, memory: Tensor | None, keys_from_x: bool, hides_future: bool) -> Masks:
+        """Check the masks of the call, and complete them.
 
         Args:
             memory: the inputs of the keys in this call; None: x, or the cache has the keys.
             keys_from_x: whether keys are computed from x instead of a memory.
-            is_given: whether the call has a mask or padding.
             hides_future: whether queries may not see later keys.
         """
         mask = self.mask
         cache = self.cache
-        tgt_len = self.x.size(1)
+        device = self.x.device
+        queries = self.x.size(1)
         cached = 0 if cache is None else cache.length
-        static = None if cache is None else cache.max_length
-        if not keys_from_x:
-            src_len = cached if memory is None else memory.size(1)
-        elif static is None:
-            src_len = cached + tgt_len
-        else:
-            src_len = static
-        if is_given:
-            self._check_masks(src_len, keys_from_x)
-        # For all positions of a static cache
-        if mask is not None and mask.size(-1) < src_len:
-            mask = F.pad(mask, (0, src_len - mask.size(-1)))
-        is_causal = self.causal and mask is None and keys_from_x and static is None and not cached
         if isinstance(cache, StaticCache):
-            hidden = cache.hidden_positions(tgt_len, self.causal, self.x.device)
-            mask = hidden if mask is None else add_blocked(mask, hidden)
-        elif hides_future:
-            diagonal = 1 + (cached if keys_from_x else 0)  # the offset of the first hidden key
-            later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=self.x.device)
-            later = later.triu(diagonal)
-            mask = later if mask is None else add_blocked(mask, later)
+            keys = cache.max_length
+        elif keys_from_x:
+            keys = cached + queries
+        else:
+            keys = cached if memory is None else memory.size(1)
+        if self.padding is not None:
+            self._check_padding(self.padding, keys, keys_from_x)
+        if mask is not None:
+            shapes = [(queries, length) for length in self._lengths(keys, mask)]
+            by_batch = [(self.x.size(0), *shape) for shape in shapes]
+            _check_mask("mask", mask, [*shapes, *by_batch], True)
+            if mask.size(-1) < keys:  # it has no columns for later positions of a static cache
+                mask = F.pad(mask, (0, keys - mask.size(-1)))
+        if isinstance(cache, StaticCache):
+            hidden = cache.hidden_positions(queries, self.causal, device)
+            return Masks(add_blocked(mask, hidden), self.padding)
+        is_causal = self.causal and mask is None and keys_from_x and not cached
+        if hides_future:
+            first = 1 + (cached if keys_from_x else 0)  # the first key that query 0 may not see
+            later = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(first)
+            mask = add_blocked(mask, later)
         return Masks(mask, self.padding, is_causal)
 
-    def _check_masks(self, src_len: int, keys_from_x: bool) -> None:
-        """Check both paddings and the mask.
+    def _check_padding(self, padding: Tensor, keys: int, keys_from_x: bool) -> None:
+        """Check the padding of the `keys` keys, those of the cache included."""
+        batch, queries, _ = self.x.shape
+        if keys_from_x:
+            shapes = [(batch, length) for length in (queries, *self._lengths(keys, padding))]
+        else:
+            shapes = [(batch if self.cache is None else batch // self.cache.beam_size, keys)]
+        _check_mask("padding", padding, shapes)
 
-        Args:
-            src_len: S, the number of keys, with those of the cache.
-            keys_from_x: whether keys are computed from x instead of a memory.
-        """
-        mask = self.mask
-        padding = self.padding
-        cache = self.cache
-        batch, tgt_len, _ = self.x.shape
-        if padding is not None:
-            if keys_from_x:
-                shapes = [(batch, size) for size in (tgt_len, *self._lengths(src_len, padding))]
-            else:
-                shapes = [(batch if cache is None else batch // cache.beam_size, src_len)]
-            if padding.dtype != torch.bool or padding.shape not in shapes:
-                _check_mask("padding", padding, shapes, False)
-        queries = self.query_padding
-        if queries is not None and keys_from_x:
-            raise ValueError(
-                "query_padding is for cross-attention; here padding is the padding of x: give padding"
-            )
-        if queries is not None and (
-            queries.dtype != torch.bool or queries.shape != (batch, tgt_len)
-        ):
-            _check_mask("query_padding", queries, [(batch, tgt_len)], False)
-        if mask is not None:
-            pairs = [(tgt_len, size) for size in self._lengths(src_len, mask)]
-            _check_mask("mask", mask, [*pairs, *((batch, *pair) for pair in pairs)], True)
-
-    def _lengths(self, src_len: int, given: Tensor) -> list[int]:
+    def _lengths(self, keys: int, given: Tensor) -> list[int]:
         """The possible S of a mask or of padding: all positions so far; with a static cache its size, too."""
         if isinstance(self.cache, StaticCache):
             return sorted(self.cache.accepted_lengths(self.x.size(1), given.size(-1)))
-        return [src_len]
+        return [keys]
 
 
 def _unread(attention: "Attention", name: str) -> str:
@@ -316,28 +308,24 @@ def _unread(attention: "Attention", name: str) -> str:
     return f"{type(attention).__name__}'s call does not read {name}.{alias} It takes {names}."
 
 
-def _check_dtypes(dtype: torch.dtype | None, **tensors: Tensor | None) -> None:
+def _check_dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
     """Refuse a tensor that does not have the attention's dtype, unless autocast converts it."""
-    for name, tensor in tensors.items():
-        if tensor is None or tensor.dtype == dtype:
-            continue
-        follows = dtype is None or autocast_dtype(tensor.device.type) is not None
-        if not (tensor.is_floating_point() and follows):
-            raise ValueError(
-                f"{name} is {tensor.dtype}, but the attention is {dtype or 'floating point'}: convert one of "
-                "the two"
-            )
+    follows = dtype is None or autocast_dtype(tensor.device.type) is not None
+    if not (tensor.is_floating_point() and follows):
+        raise ValueError(
+            f"{name} is {tensor.dtype}, but the attention is {dtype or 'floating point'}: convert one of "
+            "the two"
+        )
 
 
-def _check_mask(name: str, mask: Tensor, shapes: Sequence[tuple[int, ...]], additive: bool) -> None:
-    if tuple(mask.shape) not in shapes:
+def _check_mask(
+    name: str, mask: Tensor, shapes: Sequence[tuple[int, ...]], additive: bool = False
+) -> None:
+    if mask.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         raise ValueError(f"{name} is {list(mask.shape)}, not {expected}")
     if mask.dtype != torch.bool and not (additive and mask.is_floating_point()):
-        if additive:
-            meaning = "True = blocked, or additive float"
-        else:
-            meaning = "True = padding"
+        meaning = "True = blocked, or additive float" if additive else "True = padding"
         raise ValueError(f"{name} is {mask.dtype}: give torch.bool, {meaning}")
 
 

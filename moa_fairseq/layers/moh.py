@@ -72,6 +72,28 @@ class MoHSettings(FamilySettings):
         BACKENDS,
     )
 
+    def _check(self) -> None:
+        """Refuse unknown names, and settings that exclude each other."""
+        check_choice("moh_skip", self.moh_skip, SKIPPING)
+        check_choice("moh_router", self.moh_router, ROUTERS)
+        if self.moh_router == "learned":
+            if self.moh_straight_through != STRAIGHT_THROUGH[0]:
+                raise UserError(
+                    f"moh_straight_through {self.moh_straight_through} needs gates of 1 or 0, which "
+                    "moh_router learned does not have: leave it out, or choose moh_router query-norm."
+                )
+            return
+        if self.router_choice != "learned":
+            raise UserError(
+                f"router_choice {self.router_choice} needs a router with weights, but moh_router "
+                "query-norm has none: leave one of the two out."
+            )
+        if self.query_key_norm != "none":
+            raise UserError(
+                f"query_key_norm={self.query_key_norm!r} makes the norms of all queries alike, by which "
+                "moh_router='query-norm' chooses heads: leave one of the two out."
+            )
+
 
 class MixtureOfHeads(DenseHeadsAttention):
     """Σ_i g_i · H^i · W_O^i (MoH Eq. 4), with the parameters of dense attention and a router.
@@ -111,28 +133,9 @@ class MixtureOfHeads(DenseHeadsAttention):
         **options: Any,
     ):
         settings = MoHSettings.of(settings, options)
-        check_choice("moh_skip", settings.moh_skip, SKIPPING)
-        check_choice("moh_router", settings.moh_router, ROUTERS)
+        settings._check()
         shared_heads = settings.moh_shared_heads
         per_token = settings.experts_per_token
-        if settings.moh_router == "query-norm" and settings.router_choice != "learned":
-            raise UserError(
-                f"router_choice {settings.router_choice} needs a router with weights, but moh_router "
-                "query-norm has none: leave one of the two out."
-            )
-        if (
-            settings.moh_router == "learned"
-            and settings.moh_straight_through != STRAIGHT_THROUGH[0]
-        ):
-            raise UserError(
-                f"moh_straight_through {settings.moh_straight_through} needs gates of 1 or 0, which "
-                "moh_router learned does not have: leave it out, or choose moh_router query-norm."
-            )
-        if settings.moh_router == "query-norm" and settings.query_key_norm != "none":
-            raise UserError(
-                f"query_key_norm={settings.query_key_norm!r} makes the norms of all queries alike, by which "
-                "moh_router='query-norm' chooses heads: leave one of the two out."
-            )
         super().__init__(embed_dim, num_heads, **options)
         self.router: Any
         if router is not None:
@@ -154,36 +157,41 @@ class MixtureOfHeads(DenseHeadsAttention):
 
     def compute(self, call: Call) -> Computed:
         rows = call.x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
-        # of every head, [N, H·D]
-        queries = None
-        if self.router.reads_queries:
-            queries = self.q_proj(rows)
+        # Of all heads, [N, H·D]
+        queries: Any = self.q_proj(rows) if self.router.reads_queries else None
         routed_by = rows if queries is None else queries
         routing: Routing = self.router(routed_by, call.query_padding, call.token_ids)
         k, v = self.keys_values(call)
         skips = self._skips(call, routing)
-        if skips.in_attention:
-            out = self._only_chosen(call, rows, queries, k, v, routing, skips.in_projections)
-            return out, None, (routing,)
-        out, weights = self._all_heads(call, rows, queries, k, v, routing)
-        return out, weights, (routing,)
+        if queries is None and not skips.in_projections:
+            queries = self.q_proj(rows)
+        if not skips.in_attention:
+            out, weights = self._all_heads(call, queries, k, v, routing)
+            return out, weights, (routing,)
+        shared = self.shared_heads
+        # The selected heads, counted from the first routed head
+        selected = routing.expert_ids[:, shared:] - shared
+        order = ExpertPermutation(selected, self.num_heads - shared, routing.chooses_all)
+        if queries is None:
+            slots = self._active_queries(rows, order)
+        else:
+            index = routing.expert_ids.unsqueeze(-1).expand(-1, -1, self.head_dim)
+            # [N, H, D] → [N, h_s + K, D]
+            slots = queries.view(-1, self.num_heads, self.head_dim).gather(1, index)
+        heads = self._attend_active(call, slots, k, v, routing, order)
+        if skips.in_projections:
+            out = self._project_active(heads, routing, order)
+        else:
+            out = self._project_all(heads, routing)
+        return out, None, (routing,)
 
     def _all_heads(
-        self,
-        call: Call,
-        rows: Tensor,
-        queries: Tensor | None,
-        k: Tensor | None,
-        v: Tensor | None,
-        routing: Routing,
+        self, call: Call, queries: Tensor, k: Tensor | None, v: Tensor | None, routing: Routing
     ) -> tuple[Tensor, Tensor | None]:
         """Compute all heads for all tokens, and weight unselected heads by zero."""
         batch, tgt_len, _ = call.x.shape
-        if queries is None:
-            queries = self.q_proj(rows)
-        heads, weights = self.attend(
-            call, self.split(queries.view(batch, tgt_len, self.num_heads * self.head_dim)), k, v
-        )
+        q = self.split(queries.view(batch, tgt_len, self.num_heads * self.head_dim))
+        heads, weights = self.attend(call, q, k, v)
         if self.head_gate is not None:
             heads = self.head_gate(heads, call.x)
         gates = routing.gates_by_expert.to(heads.dtype).view(batch, tgt_len, self.num_heads, 1)
@@ -193,66 +201,8 @@ class MixtureOfHeads(DenseHeadsAttention):
             weights = weights.gather(1, index.expand(-1, -1, -1, weights.size(-1)))
         return out, weights
 
-    def _only_chosen(
-        self,
-        call: Call,
-        rows: Tensor,
-        queries: Tensor | None,
-        k: Tensor | None,
-        v: Tensor | None,
-        routing: Routing,
-        skips_projections: bool,
-    ) -> Tensor:
-        """Compute only the shared and the selected heads; skips_projections: also in queries and outputs."""
-        batch, tgt_len, _ = call.x.shape
-        shared = self.shared_heads
-        dim = self.head_dim
-        active = self.active_heads
-        order = ExpertPermutation(
-            routing.expert_ids[:, shared:] - shared,  # counted from the first routed head
-            self.num_heads - shared,
-            routing.chooses_all,
-        )
-        if skips_projections and queries is None:
-            slots = self._chosen_queries(rows, order)
-        else:
-            if queries is None:
-                queries = self.q_proj(rows)
-            index = routing.expert_ids.unsqueeze(-1).expand(-1, -1, dim)
-            # [N, H, D] → [N, h_s + K, D]
-            slots = queries.view(-1, self.num_heads, dim).gather(1, index)
-        q = slots.view(batch, tgt_len, active, dim).transpose(1, 2)  # [B, h_s + K, T, D]
-        q, k, v, masks, _ = self.place(call, q, k, v)  # no bias: `_may_skip`
-        routed = attend_selected(q, order, k[:, shared:], v[:, shared:], masks, self.dropout_now)
-        heads = routed.view(batch, tgt_len, -1, dim).transpose(1, 2)
-        if shared:
-            always, _ = self.attend(call, q[:, :shared], k[:, :shared], v[:, :shared], masks)
-            heads = torch.cat([always, heads], 1)
-        if self.head_gate is not None:
-            heads = self.head_gate(heads, call.x, routing.expert_ids)
-        heads = heads.transpose(1, 2)  # [B, T, h_s + K, D]
-        gates = routing.gates.view(batch, tgt_len, active, 1).to(heads.dtype)
-        if not skips_projections:
-            slots = (heads * gates).reshape(-1, active, dim)
-            index = routing.expert_ids.unsqueeze(-1).expand_as(slots)
-            every = slots.new_zeros(slots.size(0), self.num_heads, dim).scatter(1, index, slots)
-            result: Tensor = self.out_proj(every.view(batch, tgt_len, self.num_heads * dim))
-            return result
-        width = shared * dim
-        always = (heads[:, :, :shared] * gates[:, :, :shared]).reshape(batch, tgt_len, width)
-        out = F.linear(always, self.out_proj.weight[:, :width], self.out_proj.bias)
-        chosen = project(
-            heads[:, :, shared:].reshape(-1, dim),  # [B, T, K, D] → [N·K, D]
-            self._by_head(self.out_proj.weight.t()),
-            order,
-            is_up=False,
-            gates=routing.gates[:, shared:],
-            backend=self.backend,
-        )
-        return out + chosen.view_as(out)
-
-    def _chosen_queries(self, rows: Tensor, order: ExpertPermutation) -> Tensor:
-        """The queries of the shared heads and of the selected heads, [N, (h_s + K)·D]."""
+    def _active_queries(self, rows: Tensor, order: ExpertPermutation) -> Tensor:
+        """Project inputs [N, C] to the queries of the active heads, [N, (h_s + K)·D]."""
         width = self.shared_heads * self.head_dim
         bias = self.q_proj.bias
         routed = project(
@@ -266,31 +216,82 @@ class MixtureOfHeads(DenseHeadsAttention):
         shared = F.linear(rows, self.q_proj.weight[:width], None if bias is None else bias[:width])
         return torch.cat([shared, routed.view(rows.size(0), -1)], 1)  # [N·K, D] → [N, K·D]
 
+    def _attend_active(
+        self,
+        call: Call,
+        slots: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        routing: Routing,
+        order: ExpertPermutation,
+    ) -> Tensor:
+        """The results of the active heads, [B, T, h_s + K, D], from their queries [N, h_s + K, D]."""
+        batch, tgt_len, _ = call.x.shape
+        shared = self.shared_heads
+        q = slots.view(batch, tgt_len, self.active_heads, self.head_dim).transpose(1, 2)
+        q, k, v, masks, _ = self.place(call, q, k, v)  # no bias: `_may_skip`
+        heads = attend_selected(q, order, k[:, shared:], v[:, shared:], masks, self.dropout_now)
+        heads = heads.view(batch, tgt_len, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]
+        if shared:
+            of_shared, _ = self.attend(call, q[:, :shared], k[:, :shared], v[:, :shared], masks)
+            heads = torch.cat([of_shared, heads], 1)
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, call.x, routing.expert_ids)
+        return heads.transpose(1, 2)
+
+    def _project_all(self, heads: Tensor, routing: Routing) -> Tensor:
+        """Σ_i g_i · H^i · W_O^i by one product with W_O: [B, T, h_s + K, D] → [B, T, C]."""
+        gates = routing.gates.view(*heads.shape[:3], 1).to(heads.dtype)
+        slots = (heads * gates).reshape(-1, self.active_heads, self.head_dim)
+        index = routing.expert_ids.unsqueeze(-1).expand_as(slots)
+        every = slots.new_zeros(slots.size(0), self.num_heads, self.head_dim)
+        every = every.scatter(1, index, slots)
+        out: Tensor = self.out_proj(every.view(*heads.shape[:2], -1))
+        return out
+
+    def _project_active(self, heads: Tensor, routing: Routing, order: ExpertPermutation) -> Tensor:
+        """Σ_i g_i · H^i · W_O^i without the W_O^i of other heads: [B, T, h_s + K, D] → [B, T, C]."""
+        shared = self.shared_heads
+        width = shared * self.head_dim
+        gates = routing.gates.view(*heads.shape[:3], 1).to(heads.dtype)
+        of_shared = (heads[:, :, :shared] * gates[:, :, :shared]).flatten(2)  # [B, T, h_s·D]
+        out = F.linear(of_shared, self.out_proj.weight[:, :width], self.out_proj.bias)
+        routed = project(
+            heads[:, :, shared:].reshape(-1, self.head_dim),  # [B, T, K, D] → [N·K, D]
+            self._by_head(self.out_proj.weight.t()),
+            order,
+            is_up=False,
+            gates=routing.gates[:, shared:],
+            backend=self.backend,
+        )
+        return out + routed.view_as(out)
+
     @property
     def _may_skip(self) -> bool:
-        bias_by_head = self.positions is not None and not isinstance(
-            self.positions, RotaryPositions
-        )
-        return self.skip != "never" and not bias_by_head
+        # Other positions add a bias to the scores of all heads
+        return self.skip != "never" and isinstance(self.positions, RotaryPositions | None)
 
     def _skips(self, call: Call, routing: Routing) -> Skips:
-        """Where unchosen heads are left out.
+        """Where unselected heads are left out.
 
-        Nowhere if the call returns weights, if a beam shares keys (it has few tokens), or if the gates of
-        unchosen heads have gradients: these need all heads.
+        Nowhere if the call returns weights, if a beam shares keys (it has few tokens), if the gates of
+        unselected heads have gradients, or if the number of rows of each head cannot be read.
         """
-        unchosen = self.num_heads - self.active_heads
-        if not unchosen or not self._may_skip or not call.x.numel() or call.need_weights:
-            return NO_SKIPS
-        if call.cache is not None and call.cache.beam_size > 1:
-            return NO_SKIPS
-        if routing.straight_through and routing.probs.requires_grad:
-            return NO_SKIPS
-        if not is_readable(call.x):  # the number of rows of each head's block must be read
+        unselected = self.num_heads - self.active_heads
+        needs_all = (
+            not unselected
+            or not self._may_skip
+            or not call.x.numel()
+            or call.need_weights
+            or (call.cache is not None and call.cache.beam_size > 1)
+            or (routing.straight_through and routing.probs.requires_grad)
+            or not is_readable(call.x)
+        )
+        if needs_all:
             return NO_SKIPS
         skips = Skips(True, True)
         if self.skip == "auto":
-            ratio = unchosen / self.experts_per_token
+            ratio = unselected / self.experts_per_token
             skips = skipping_pays(call.x.size(1), ratio, self.causal, call.x.device.type)
         # A product with some rows of the weight would bypass a module that replaces the projection, and hooks
         if skips.in_projections and not (
@@ -300,24 +301,21 @@ class MixtureOfHeads(DenseHeadsAttention):
         return skips
 
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
-        learned = not self.router.reads_queries
-        inputs = self.k_proj.in_features + self.v_proj.in_features
-        working = self.num_heads
-        if self._may_skip:
-            working = self.active_heads
-        query_heads = working if learned else self.num_heads
-        return {
-            "router": queries * self.router.projection.weight.numel() if learned else 0,
-            "projections": queries * self.embed_dim * self.head_dim * (query_heads + working)
-            + keys * inputs * self.num_heads * self.head_dim,
-        }
+        macs = super().projection_macs(queries, keys)
+        unselected = self.num_heads - self.active_heads if self._may_skip else 0
+        products = 1  # with W_O
+        if not self.router.reads_queries:
+            macs["router"] = queries * self.router.projection.weight.numel()
+            products = 2  # also with W_Q
+        macs["projections"] -= products * queries * self.embed_dim * self.head_dim * unselected
+        return macs
 
     def macs(self, queries: int, keys: int) -> dict[str, int]:
-        """As the base class counts, but scores only of the heads that work if the others may be left out."""
-        if not self._may_skip:
-            return super().macs(queries, keys)
-        scores = 2 * queries * keys * self.active_heads * self.head_dim
-        return super().macs(queries, keys) | {"scores": scores}
+        """As the base class counts, but scores only of the active heads if the others may be left out."""
+        macs = super().macs(queries, keys)
+        if self._may_skip:
+            macs["scores"] = 2 * queries * keys * self.active_heads * self.head_dim
+        return macs
 
     def _by_head(self, weight: Tensor) -> Tensor:
         """[H·D] or [H·D, C] → the routed heads', [h − h_s, D] or [h − h_s, D, C]."""

@@ -16,6 +16,7 @@ from moa_fairseq.layers.running_statistics import RunningStatistics
 from moa_fairseq.layers.token_hash import TokenHash
 from moa_fairseq.layers.torch_compat import is_plain
 
+# CONTRIBUTING.md says how to add a function to one of these tables.
 # Functions that turn the probabilities of the selected experts [N, K] into gates
 RENORMALIZATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "detached": lambda chosen: chosen / chosen.sum(-1, keepdim=True).detach(),  # MoA Eq. 9
@@ -34,7 +35,7 @@ OTHER_CHOICES: dict[str, Callable[[Any, Tensor | None], Tensor]] = {
 }
 CHOICES = (*MOST_PROBABLE, *OTHER_CHOICES)
 GATES = ("learned", "uniform", "straight-through")
-_CONSTANT = (
+_CONSTANT_GATES = (
     "With router_renormalize full and one expert per token, every gate is p/p = 1, so the task would not "
     "train the router. Choose router_renormalize detached (the same values, with a gradient) or none, or "
     "raise experts_per_token."
@@ -61,7 +62,7 @@ class WideLinear(nn.Linear):
         device = x.device.type
         if device != "meta" and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return self.forward(x)
+                return self.forward(x)  # the same, now without autocast
         if x.dtype not in _HALF:
             return F.linear(x, self.weight.to(x.dtype))
         if self.copies:
@@ -127,72 +128,52 @@ class TopKRouter(RunningStatistics):
         self, model_dim: int, settings: RouterSettings, groups: int = 1, family: str | None = None
     ):
         super().__init__()
+        _check(settings, groups)
         self.family = family
-        num_experts = settings.num_experts
-        experts_per_token = settings.experts_per_token
-        choice = settings.router_choice
-        bias_rate = settings.routing_bias_rate
-        if not 1 <= experts_per_token <= num_experts:
-            raise UserError(
-                f"experts_per_token {experts_per_token} must be between 1 and num_experts "
-                f"{num_experts}: give at most the number of experts."
-            )
-        check_choice("router_renormalize", settings.router_renormalize, RENORMALIZATIONS)
-        check_choice("router_activation", settings.router_activation, ACTIVATIONS)
-        check_choice("router_choice", choice, CHOICES)
-        check_choice("router_gates", settings.router_gates, GATES)
-        if choice == "frozen" and settings.routing_noise:
-            raise UserError(
-                "routing_noise is learned, but router_choice frozen trains no router: leave one of the "
-                "two out."
-            )
-        if choice in OTHER_CHOICES and bias_rate:
-            raise UserError(
-                f"routing_bias_rate {bias_rate} changes which experts are selected, but router_choice "
-                f"{choice} fixes the selection: leave one of the two out."
-            )
-        if choice in OTHER_CHOICES and groups > 1:
-            raise ValueError(
-                f"router_choice {choice!r} selects among all experts at once: give groups=1, not {groups}"
-            )
-        if bias_rate < 0 or (bias_rate and experts_per_token == num_experts):
-            raise UserError(
-                f"routing_bias_rate {bias_rate} must be 0 or positive, and needs experts_per_token below "
-                f"num_experts ({num_experts}), because it changes which experts are selected."
-            )
-        self.num_experts = num_experts
-        self.experts_per_token = experts_per_token
+        self.num_experts = settings.num_experts
+        self.experts_per_token = settings.experts_per_token
         self.groups = groups
-        self.choice = choice
+        self.choice = settings.router_choice
         self.renormalize = settings.router_renormalize
         self.activation = settings.router_activation
         self.activate = ACTIVATIONS[self.activation]
         if groups > 1 and self.activation == "softmax":
             self.activate = functools.partial(_softmax_in_groups, groups=groups)
         self.gate_values = settings.router_gates
-        self.bias_rate = bias_rate
+        self.bias_rate = settings.routing_bias_rate
         self.backend = resolve_backend(settings.expert_backend)
-        every = groups * num_experts
-        self.is_constant = self.renormalize == "full" and groups * experts_per_token == 1 < every
-        self.is_constant &= choice == "learned" and self.gate_values != "uniform"
-        self.projection = WideLinear(model_dim, every)
-        self.noise_projection = WideLinear(model_dim, every) if settings.routing_noise else None
-        self.token_hash = TokenHash(num_experts, experts_per_token) if choice == "hash" else None
-        if choice == "frozen":
-            self.projection.requires_grad_(False)
-        if bias_rate:
-            self.register_buffer("selection_bias", torch.zeros(every))
-            self.register_buffer("pending", torch.zeros(every), persistent=False)
-        # Whether the kernel of routing supports these settings; it does not support noise, which training
-        # adds
+        every = groups * self.num_experts
+        selected = groups * self.experts_per_token
+        self.renormalizes = selected < every or groups > 1
+        # Logits have the order of the probabilities, which may underflow and tie
+        self.selects_logits = (
+            selected < every and groups == 1 and self.choice in MOST_PROBABLE and not self.bias_rate
+        )
+        self.is_constant = (
+            self.renormalize == "full"
+            and selected == 1 < every
+            and self.choice == "learned"
+            and self.gate_values != "uniform"
+        )
+        # Whether the kernel of routing supports these settings; in training it does not support noise
         self.may_fuse = (
             groups == 1
-            and not bias_rate
-            and choice in MOST_PROBABLE
+            and not self.bias_rate
+            and self.choice in MOST_PROBABLE
             and self.activation == "softmax"
             and self.gate_values == "learned"
             and self.backend in ("auto", "triton")
         )
+        self.projection = WideLinear(model_dim, every)
+        self.noise_projection = WideLinear(model_dim, every) if settings.routing_noise else None
+        self.token_hash = None
+        if self.choice == "hash":
+            self.token_hash = TokenHash(self.num_experts, self.experts_per_token)
+        if self.choice == "frozen":
+            self.projection.requires_grad_(False)
+        if self.bias_rate:
+            self.register_buffer("selection_bias", torch.zeros(every))
+            self.register_buffer("pending", torch.zeros(every), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -222,54 +203,42 @@ class TopKRouter(RunningStatistics):
             UserError: in training, if the task cannot train the router (`is_constant`).
         """
         if self.training and self.is_constant:
-            raise UserError(_CONSTANT)
+            raise UserError(_CONSTANT_GATES)
         x = x.reshape(-1, x.size(-1))
         if padding is not None:
             padding = padding.reshape(-1)
         noise = self.noise_projection if self.training else None
-        per_token = self.experts_per_token
-        chooses = per_token < self.num_experts or self.groups > 1
         routed = None
         if self.may_fuse and noise is None and is_plain(self.projection, WideLinear):
             weight = self.projection.weight
-            routed = top_k_routing(x, weight, per_token, self.renormalize, padding, self.backend)
-        if routed is not None:
-            logits, probs, gates, chosen = routed
-            expert_ids = self._every_expert(x) if chosen is None else chosen
-        else:
+            k = self.experts_per_token
+            routed = top_k_routing(x, weight, k, self.renormalize, padding, self.backend)
+        if routed is None:
             logits = self.projection(x)
             if noise is not None:
                 logits = logits + torch.randn_like(logits) * F.softplus(noise(x))
             # An adapter on the projection may return half precision
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             probs = self.activate(logits)
-            if per_token == self.num_experts:
-                expert_ids = self._every_expert(x)
-            elif self.choice in OTHER_CHOICES:
-                expert_ids = OTHER_CHOICES[self.choice](self, token_ids)
+            if self.selects_logits:
+                expert_ids = logits.detach().topk(self.experts_per_token).indices
             else:
-                if self.bias_rate:
-                    scores = probs.detach() + self.selection_bias
-                else:
-                    # In the order of the probabilities, which may underflow and tie
-                    scores = logits.detach()
-                expert_ids = self._largest(scores) if self.groups > 1 else scores.topk(per_token)[1]
-            gates = probs  # if all experts are selected, gates are not renormalised
-            renormalized = RENORMALIZATIONS[self.renormalize]
-            if chooses:
-                gates = renormalized(probs.gather(-1, expert_ids))
-                if gates.shape != expert_ids.shape:
-                    raise ValueError(
-                        f"router_renormalize {self.renormalize!r} makes gates {list(gates.shape)} of "
-                        f"{list(expert_ids.shape)} chosen probabilities"
-                    )
+                expert_ids = self._select(logits, probs, token_ids)
+            gates = probs
+            if self.renormalizes:
+                gates = RENORMALIZATIONS[self.renormalize](probs.gather(-1, expert_ids))
+            if gates.shape != expert_ids.shape:
+                raise ValueError(
+                    f"router_renormalize {self.renormalize!r} makes gates {list(gates.shape)} of "
+                    f"{list(expert_ids.shape)} chosen probabilities"
+                )
             if self.gate_values != "learned":
-                even = self.activate(torch.zeros_like(logits))
-                if chooses:
-                    even = renormalized(even.gather(-1, expert_ids))
-                gates = even if self.gate_values == "uniform" else even + (gates - gates.detach())
+                gates = self._uniform_gates(gates, logits)
             if padding is not None:
                 gates = gates.masked_fill(padding.unsqueeze(1), 0.0)
+        else:
+            logits, probs, gates, selected = routed
+            expert_ids = self._every_expert(x) if selected is None else selected
         routing = Routing(
             expert_ids,
             gates,
@@ -284,15 +253,26 @@ class TopKRouter(RunningStatistics):
             self.observe(routing.expert_counts.to(self.pending.dtype))
         return routing
 
-    def _largest(self, scores: Tensor) -> Tensor:
-        """The K experts with the largest scores in each group: [N, G·E] → [N, G·K]."""
-        in_group = (
-            scores.unflatten(-1, (self.groups, -1)).topk(self.experts_per_token, dim=-1).indices
-        )
-        # [G, 1]
+    def _select(self, logits: Tensor, probs: Tensor, token_ids: Tensor | None) -> Tensor:
+        """The selected experts, [N, G·K], where they are not those of the K largest logits."""
+        if self.experts_per_token == self.num_experts:
+            return self._every_expert(logits)
+        if self.choice in OTHER_CHOICES:
+            return OTHER_CHOICES[self.choice](self, token_ids)
+        scores = probs.detach() + self.selection_bias if self.bias_rate else logits.detach()
+        if self.groups == 1:
+            return scores.topk(self.experts_per_token).indices
+        in_group = scores.unflatten(-1, (self.groups, -1)).topk(self.experts_per_token).indices
         first = every_index(self.groups, device=scores.device).unsqueeze(1) * self.num_experts
         numbers: Tensor = (in_group + first).flatten(1)
         return numbers
+
+    def _uniform_gates(self, gates: Tensor, logits: Tensor) -> Tensor:
+        """The gates of equal logits, [N, G·K]; "straight-through": with the gradient of the learned gates."""
+        uniform = self.activate(torch.zeros_like(logits))[:, : gates.size(1)]
+        if self.renormalizes:
+            uniform = RENORMALIZATIONS[self.renormalize](uniform)
+        return uniform if self.gate_values == "uniform" else uniform + (gates - gates.detach())
 
     def _every_expert(self, x: Tensor) -> Tensor:
         """All experts for each token, [N, G·E]."""
@@ -306,6 +286,41 @@ class TopKRouter(RunningStatistics):
             loads: the number of real tokens that selected each expert in the update, over all workers, [G·E].
         """
         self.selection_bias += self.bias_rate * torch.sign(loads.mean() - loads)
+
+
+def _check(settings: RouterSettings, groups: int) -> None:
+    """Refuse impossible settings, and those that exclude each other."""
+    num_experts = settings.num_experts
+    per_token = settings.experts_per_token
+    choice = settings.router_choice
+    bias_rate = settings.routing_bias_rate
+    if not 1 <= per_token <= num_experts:
+        raise UserError(
+            f"experts_per_token {per_token} must be between 1 and num_experts {num_experts}: give at most "
+            "the number of experts."
+        )
+    check_choice("router_renormalize", settings.router_renormalize, RENORMALIZATIONS)
+    check_choice("router_activation", settings.router_activation, ACTIVATIONS)
+    check_choice("router_choice", choice, CHOICES)
+    check_choice("router_gates", settings.router_gates, GATES)
+    if choice == "frozen" and settings.routing_noise:
+        raise UserError(
+            "routing_noise is learned, but router_choice frozen trains no router: leave one of the two out."
+        )
+    if choice in OTHER_CHOICES and bias_rate:
+        raise UserError(
+            f"routing_bias_rate {bias_rate} changes which experts are selected, but router_choice {choice} "
+            "fixes the selection: leave one of the two out."
+        )
+    if choice in OTHER_CHOICES and groups > 1:
+        raise ValueError(
+            f"router_choice {choice!r} selects among all experts at once: give groups=1, not {groups}"
+        )
+    if bias_rate < 0 or (bias_rate and per_token == num_experts):
+        raise UserError(
+            f"routing_bias_rate {bias_rate} must be 0 or positive, and needs experts_per_token below "
+            f"num_experts ({num_experts}), because it changes which experts are selected."
+        )
 
 
 def _softmax_in_groups(logits: Tensor, groups: int) -> Tensor:

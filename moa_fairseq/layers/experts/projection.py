@@ -23,7 +23,8 @@ if hasattr(F, "grouped_mm"):
 # Plain operations take fewer calls, and are used if they keep at most so many numbers for the backward pass
 _KEPT_RESULTS = 2**13
 BACKENDS = ("auto", "reference", "grouped", "triton")
-# The dtypes for which `auto` uses Triton's kernels: those in which the kernels passed their checks here
+# The dtypes for which `auto` uses Triton's kernels, which `_auto_backend` limits to those checked here. A
+# variable, because torch.compile would enter a cached function, and read the record of the checks
 _checked: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in validation.DTYPES)
 
 
@@ -46,30 +47,27 @@ def resolve_backend(name: str) -> str:
             """a checkpoint trained with triton: --model-overrides "{'expert_backend': 'auto'}"."""
         )
     if name == "auto":
-        chosen, reason = _automatic()
-    else:
-        chosen = name
-        reason = ""
-    return _announce(name, chosen, reason)
+        return _announce(name, *_auto_backend())
+    return _announce(name, name, "")
 
 
 @cache
-def _automatic() -> tuple[str, str]:
-    """The backend of `auto` and the reason: Triton on a GPU on which its kernels passed their checks."""
+def _auto_backend() -> tuple[str, str]:
+    """The backend of `auto`, "auto" on a GPU on which Triton's kernels passed checks, and the reason."""
     global _checked
     if not torch.cuda.is_available():
         return "grouped", ""
+    trusted: tuple[str, ...] = ()
     reason = triton.why_not()
-    if reason:
-        return "grouped", f"not triton: {reason}"
-    trusted, reason = validation.verdict()
+    if not reason:
+        trusted, reason = validation.verdict()
     if not trusted:
         return "grouped", f"not triton: {reason}"
     _checked = tuple(getattr(torch, name) for name in trusted)
     return "auto", f"triton for {', '.join(trusted)}: {reason}"
 
 
-def automatic(dtype: torch.dtype) -> tuple[str, str]:
+def backend_of_auto(dtype: torch.dtype) -> tuple[str, str]:
     """The backend that `auto` uses for K < E on this machine, and why.
 
     Args:
@@ -78,10 +76,12 @@ def automatic(dtype: torch.dtype) -> tuple[str, str]:
     Returns:
         "triton" or "grouped", and the reason, which may be "".
     """
-    chosen, reason = _automatic()
-    if chosen == "auto" and dtype not in _checked:
+    chosen, reason = _auto_backend()
+    if chosen == "grouped":
+        return chosen, reason
+    if dtype not in _checked:
         return "grouped", f"not triton: not checked in {dtype}; {validation.COMMAND} does"
-    return "triton" if chosen == "auto" else chosen, reason
+    return "triton", reason
 
 
 @cache
@@ -185,31 +185,40 @@ def project(
     ways = _WAYS
     if order.in_order and fan == 1 and not (is_up and gates is not None):
         ways = _IN_ORDER
-    sizes = (backend, ways is _WAYS, weight.shape, weight.dtype, rows.dtype)
-    way: Way | None = order.ways.get(sizes)
+    key = (backend, ways is _WAYS, weight.shape, weight.dtype, rows.dtype)
+    way: Way | None = order.ways.get(key)
     if way is None:  # decided once for all products of a routing
         for way in ways[backend]:  # the last way supports everything
             if not way.unsupported_reason(product):
                 break
         assert way is not None
-        order.ways[sizes] = way
+        order.ways[key] = way
     run = way.run
-    # The comparison of sizes comes last, because it would fix the length of an exported model
-    keeps_less = None
-    if torch.is_grad_enabled() and not _no_function(product):
-        keeps_less = way.keeps_less
-    if keeps_less is not None and order.tokens * experts * dim > _KEPT_RESULTS:
-        run = keeps_less
+    if (
+        way.keeps_less
+        and torch.is_grad_enabled()
+        and not _why_not_function(product)
+        # Last, because the comparison would fix the length of an exported model
+        and order.tokens * experts * dim > _KEPT_RESULTS
+    ):
+        run = way.keeps_less
     out = run(product)
     if bias is None or is_up or way.adds_biases:
         return out
-    # The biases of a token's slots in one small product, [N, E] · [E, C].
+    return _add_biases(out, product)
+
+
+def _add_biases(out: Tensor, product: Product) -> Tensor:
+    """Add the biases of each token's slots, by one small product [N, E] · [E, C]."""
+    order = product.order
+    assert product.bias is not None
     chosen = order.expert.view(order.tokens, order.per_token)
-    if gates is None:
-        share = out.new_ones(chosen.shape)
+    if product.gates is None:
+        gates = out.new_ones(chosen.shape)
     else:
-        share = gates.view(chosen.shape).to(out.dtype)
-    return out + out.new_zeros(order.tokens, experts).scatter_add(1, chosen, share) @ bias
+        gates = product.gates.view(chosen.shape).to(out.dtype)
+    by_expert = out.new_zeros(order.tokens, order.num_experts).scatter_add(1, chosen, gates)
+    return out + by_expert @ product.bias
 
 
 class Way(NamedTuple):
@@ -222,32 +231,34 @@ class Way(NamedTuple):
     keeps_less: Callable[[Product], Tensor] | None = None
 
 
-def _no_function(product: Product) -> str:
+def _why_not_function(product: Product) -> str:
     """Why our autograd functions do not support a product: torch.func cannot differentiate them."""
     if not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func knows no gradient of it"
     return ""
 
 
-def _no_loop(product: Product) -> str:
+def _why_not_loop(product: Product) -> str:
     if is_compiling() or product.rows.is_meta:
         return "its loop asks the device for sizes"
-    return _no_function(product)
+    return _why_not_function(product)
 
 
-def _no_grouped_mm(product: Product) -> str:
-    return _no_function(product) or sorted_rows.unsupported_reason(product.rows, product.weight)
+def _why_not_grouped_mm(product: Product) -> str:
+    return _why_not_function(product) or sorted_rows.unsupported_reason(
+        product.rows, product.weight
+    )
 
 
-def _no_triton(product: Product) -> str:
+def _why_not_triton(product: Product) -> str:
     if not triton.takes(product.rows, product.weight):
         return "Triton's kernels are for GPUs and other dtypes"
-    return _no_function(product)
+    return _why_not_function(product)
 
 
-def _not_checked(product: Product) -> str:
+def _why_not_auto(product: Product) -> str:
     if product.rows.dtype in _checked:
-        return _no_triton(product)
+        return _why_not_triton(product)
     return f"not checked in {product.rows.dtype}"
 
 
@@ -269,32 +280,37 @@ def _by_one_product(product: Product, uses_triton: bool = False) -> Tensor:
     return dense.down(product.rows, product.weight, product.gates, uses_triton)
 
 
-_EVERY = Way(lambda product: "", every_expert.run)
-_FEW = Way(
+_EVERY_EXPERT = Way(lambda product: "", every_expert.run)
+_FEW_TOKENS = Way(
     every_expert.unsupported_reason,
     every_expert.run,
     keeps_less=lambda product: grouped.run(product, placed_rows.PlacedRows),
 )
-_SORTED = Way(_no_grouped_mm, lambda product: grouped.run(product, sorted_rows.SortedRows))
-_LOOP = Way(_no_loop, lambda product: grouped.run(product, expert_loop.ExpertLoop))
-_GROUPED = (_FEW, _SORTED, _LOOP, _EVERY)
+_GROUPED_MM = Way(_why_not_grouped_mm, lambda product: grouped.run(product, sorted_rows.SortedRows))
+_LOOP = Way(_why_not_loop, lambda product: grouped.run(product, expert_loop.ExpertLoop))
+_GROUPED_WAYS = (_FEW_TOKENS, _GROUPED_MM, _LOOP, _EVERY_EXPERT)
 # The ways of each backend, the best first
 _WAYS = {
-    "reference": (_EVERY,),
-    "grouped": _GROUPED,
-    "auto": (_FEW, Way(_not_checked, _by_triton, adds_biases=True), *_GROUPED),
-    "triton": (Way(_no_triton, _by_triton, adds_biases=True), *_GROUPED),
+    "reference": (_EVERY_EXPERT,),
+    "grouped": _GROUPED_WAYS,
+    "auto": (_FEW_TOKENS, Way(_why_not_auto, _by_triton, adds_biases=True), *_GROUPED_WAYS),
+    "triton": (Way(_why_not_triton, _by_triton, adds_biases=True), *_GROUPED_WAYS),
 }
 # The ways of each backend if every token has every expert, in order: one dense product
 _IN_ORDER = {
-    "reference": (_EVERY,),
-    "grouped": (Way(_no_function, _by_one_product), _EVERY),
+    "reference": (_EVERY_EXPERT,),
+    "grouped": (Way(_why_not_function, _by_one_product), _EVERY_EXPERT),
     "auto": (
-        Way(_no_function, lambda product: _by_one_product(product, not _not_checked(product))),
-        _EVERY,
+        Way(
+            _why_not_function, lambda product: _by_one_product(product, not _why_not_auto(product))
+        ),
+        _EVERY_EXPERT,
     ),
     "triton": (
-        Way(_no_function, lambda product: _by_one_product(product, not _no_triton(product))),
-        _EVERY,
+        Way(
+            _why_not_function,
+            lambda product: _by_one_product(product, not _why_not_triton(product)),
+        ),
+        _EVERY_EXPERT,
     ),
 }

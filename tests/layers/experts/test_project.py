@@ -18,11 +18,11 @@ WALKS = {
     "as chosen": (None, []),
     "expert_loop": (projection._LOOP, []),
     "expert_loop in pieces": (projection._LOOP, [(expert_loop, "_PIECE", 3)]),
-    "every_expert": (projection._EVERY, []),
-    "placed_rows": (projection._FEW, []),
-    "sorted_rows": (projection._SORTED, []),
+    "every_expert": (projection._EVERY_EXPERT, []),
+    "placed_rows": (projection._FEW_TOKENS, []),
+    "sorted_rows": (projection._GROUPED_MM, []),
     "sorted_rows in steps": (
-        projection._SORTED,
+        projection._GROUPED_MM,
         [(sorted_rows, "_FREE_ELEMENTS", 0), (sorted_rows, "_UNIT", 4)],
     ),
 }
@@ -37,7 +37,7 @@ def assert_close(fast, exact, what):
 
 def walk_by(name, monkeypatch):
     way, constants = WALKS.get(name, (None, []))
-    if way is projection._SORTED and not sorted_rows.HAS_GROUPED_MM:
+    if way is projection._GROUPED_MM and not sorted_rows.HAS_GROUPED_MM:
         pytest.skip("no grouped_mm in this torch")
     if way is not None:
         always = way._replace(unsupported_reason=lambda _: "")

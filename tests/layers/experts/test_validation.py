@@ -36,7 +36,7 @@ def on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU / 80 GB")
     monkeypatch.setattr(backend, "why_not", lambda: "")
     monkeypatch.setattr(projection, "_checked", projection._checked)
-    caches = (validation.machine, projection._automatic, projection._announce)
+    caches = (validation.machine, projection._auto_backend, projection._announce)
     for function in caches:
         function.cache_clear()
     yield tmp_path
@@ -45,8 +45,8 @@ def on_a_gpu(monkeypatch, tmp_path):
 
 
 def automatic():
-    projection._automatic.cache_clear()
-    return projection._automatic()
+    projection._auto_backend.cache_clear()
+    return projection._auto_backend()
 
 
 def outcome(failed=(), dtypes=("bfloat16", "float16", "float32")):
@@ -61,13 +61,13 @@ def test_auto_takes_triton_only_where_it_was_checked(on_a_gpu, caplog):
     written = validation.write(outcome())
     assert written.parent == on_a_gpu / "moa_fairseq" and "A_GPU___80_GB" in written.name
     with caplog.at_level("INFO"):
-        projection._automatic.cache_clear()
+        projection._auto_backend.cache_clear()
         assert resolve_backend("auto") == "auto"
     assert "expert backend: triton" in caplog.text and "7 checks passed" in caplog.text
     validation.write(outcome(["MoA queries: weight is off"]))
     assert automatic()[0] == "auto" and "1 of 7 checks failed" in automatic()[1]
-    assert projection.automatic(torch.bfloat16)[0] == "grouped"
-    assert projection.automatic(torch.float16)[0] == "triton"
+    assert projection.backend_of_auto(torch.bfloat16)[0] == "grouped"
+    assert projection.backend_of_auto(torch.float16)[0] == "triton"
     written = validation.write(
         validation.CheckResult({"routing": 3}, {"routing": ["x is wrong"]}, ["float16"])
     )
@@ -110,8 +110,8 @@ def test_auto_trusts_the_dtypes_that_were_gone_through(on_a_gpu, monkeypatch):
     assert automatic()[0] == "grouped" and "stopped after 7 cases" in automatic()[1]
     validation.write(outcome(dtypes=["bfloat16"]))
     assert automatic()[0] == "auto"
-    assert projection.automatic(torch.bfloat16)[0] == "triton"
-    assert projection.automatic(torch.float16)[0] == "grouped"
+    assert projection.backend_of_auto(torch.bfloat16)[0] == "triton"
+    assert projection.backend_of_auto(torch.float16)[0] == "grouped"
     taken = []
     monkeypatch.setattr(backend, "takes", lambda rows, weight: True)
     monkeypatch.setattr(backend, "project", lambda rows, *_: taken.append(rows.dtype))
