@@ -600,7 +600,7 @@ def parse_state(place: Path) -> None:
     """Damaged, it proves nothing; what can be trusted of it is used."""
     (place / "input").rename(place / "state.json")
     recipe = build(Recipe, RECIPE, "fuzz", "")
-    claim.differences(recipe, claim.settings_made(place, recipe), {})
+    claim.differences(recipe, claim.finished_settings(place, recipe), {})
     prepared_data(place)
 
 

@@ -64,20 +64,21 @@ class BatchPlan:
         """Tokens per update, including padding."""
         return self.devices * self.update_freq * self.max_tokens
 
+    @property
+    def deviation(self) -> float:
+        """The deviation of the effective batch from the requested one, by rounding, as a fraction."""
+        return self.effective / self.wanted - 1 if self.wanted else 0.0
+
     def describe(self) -> str:
-        """One line for the log, including rounding; a warning if the rounding is large."""
+        """One line for the log, including rounding, and its remedy if it is large."""
         line = (
             f"batch: {self.devices} device(s) x update-freq {self.update_freq} x max-tokens "
             f"{self.max_tokens:,} = {self.effective:,} tokens per update"
         )
-        deviation = self.effective / self.wanted - 1 if self.wanted else 0
-        if deviation:
-            line += f" (recipe: {self.wanted:,}, {deviation:+.2%} by rounding)"
-        if abs(deviation) > LOUD_DEVIATION:
-            line = (
-                f"WARNING: {line}. Use another number of devices, or --set train.max_tokens=... to come "
-                "nearer."
-            )
+        if self.deviation:
+            line += f" (recipe: {self.wanted:,}, {self.deviation:+.2%} by rounding)"
+        if abs(self.deviation) > LOUD_DEVIATION:
+            line += ". Use another number of devices, or --set train.max_tokens=... to come nearer."
         return line
 
 
@@ -95,15 +96,17 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
     requested = train.effective_batch_tokens
     if requested is None:
         return BatchPlan(devices, 1, train.max_tokens, None)
-    floor = min(train.min_tokens or 1, train.max_tokens, requested)
-    fewest_steps = -(-requested // (devices * train.max_tokens))  # rounded up
-    most_steps = requested // (devices * floor)
+    least_tokens = min(train.min_tokens or 1, train.max_tokens, requested)
+    fewest_steps = math.ceil(requested / (devices * train.max_tokens))
+    most_steps = requested // (devices * least_tokens)
     steps = max(1, min(fewest_steps, most_steps))
-    share = min(train.max_tokens, requested // (devices * steps))
-    return BatchPlan(devices, steps, max(floor, share), requested)
+    max_tokens = min(train.max_tokens, requested // (devices * steps))
+    return BatchPlan(devices, steps, max(least_tokens, max_tokens), requested)
 
 
-def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, Hardware, str]:
+def fit_devices(
+    recipe: Recipe, hardware: Hardware, data: Path | None
+) -> tuple[Recipe, Hardware, str]:
     """Leave out devices that cannot share an update because each would get less than the longest sentence.
 
     Args:
@@ -119,32 +122,33 @@ def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, 
         UserError: if other programs have started the processes, so that none can be left out here.
     """
     train = recipe.train
-    world = hardware.world
     if train.min_tokens is None:
-        train = dataclasses.replace(train, min_tokens=_longest(recipe, data))
+        train = dataclasses.replace(train, min_tokens=_longest_sentence(recipe, data))
         recipe = dataclasses.replace(recipe, train=train)
-    if not train.min_tokens or not train.effective_batch_tokens:
-        return recipe, hardware, ""
-    most = max(1, train.effective_batch_tokens // min(train.min_tokens, train.max_tokens))
-    if hardware.devices <= most:
+    most_devices = hardware.devices
+    if train.min_tokens and train.effective_batch_tokens:
+        least_tokens = min(train.min_tokens, train.max_tokens)
+        most_devices = max(1, train.effective_batch_tokens // least_tokens)
+    if hardware.devices <= most_devices:
         return recipe, hardware, ""
     reason = (
         f"an update has {train.effective_batch_tokens:,} tokens (train.effective_batch_tokens) and the "
         f"longest sentence or sample {train.min_tokens:,}"
     )
     if hardware.shared:
-        remedy = f"Start at most {most} processes (--gpus, --nodes, torchrun's --nproc-per-node)"
-        raise UserError(f"{hardware.devices} devices are too many: {reason}. {remedy}.")
-    smaller = None
-    if world and most > 1:
-        smaller = dataclasses.replace(world, size=most, here=most)
-    fewer = dataclasses.replace(hardware, gpus=most, world=smaller)
+        raise UserError(
+            f"{hardware.devices} devices are too many: {reason}. Start at most {most_devices} processes "
+            "(--gpus, --nodes, torchrun's --nproc-per-node)."
+        )
     assumed = "" if data else " (That length is assumed until the data is prepared.)"
-    left_out = f"using {most} of {hardware.devices} devices: {reason}"
-    return recipe, fewer, f"{left_out}. With smaller shares, sentences would be left out.{assumed}"
+    reason = (
+        f"using {most_devices} of {hardware.devices} devices: {reason}. With smaller shares, sentences would "
+        f"be left out.{assumed}"
+    )
+    return recipe, hardware.with_devices(most_devices), reason
 
 
-def _longest(recipe: Recipe, data: Path | None) -> int | None:
+def _longest_sentence(recipe: Recipe, data: Path | None) -> int | None:
     """The number of tokens of the longest sentence or sample that is not skipped; None if it is unknown."""
     flags = recipe.training_flags
     if recipe.kind not in (TRANSLATION, CLASSIFICATION):
@@ -161,7 +165,7 @@ def _longest(recipe: Recipe, data: Path | None) -> int | None:
     for split in ("train", "valid"):
         sizes = numpy.maximum(*sentence_sizes(recipe, data, split)) + class_token
         longest = max(longest, int(sizes[sizes <= limit].max(initial=0)))
-    return longest or None
+    return longest or None  # of data without sentences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +176,8 @@ class CorpusSize:
         name: the name of the corpus, or of its folder.
         sentences, source_tokens, target_tokens: the numbers of sentences and of tokens on each side.
         vocabulary: the number of symbols in the target's dictionary, including fairseq's own.
-        fill: the target tokens of an update as a fraction of the tokens that it may have; the rest is
-            padding, or is lost because sentences are longer on the source side.
+        fill: the used fraction of an update: its target tokens, divided by the tokens that it may have. The
+            rest is padding, or is lost because sentences are longer on the source side.
         origin: the source of the numbers.
         batches: the number of batches per epoch, for measured data only.
         longest: the number of tokens of the longest sentence, for a plan without data.
@@ -225,11 +229,26 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
     key = "warmup_steps" if args.lr_scheduler == "tri_stage" else "warmup_updates"
     warmup = getattr(args, key, 0) or 0
     if warmup >= updates:
-        flag = f"train.flags.{key.replace('_', '-')}"
-        rising = f"the learning rate still rises at the last update ({updates:,}): it warms up for {warmup:,}"
-        return f"WARNING: {rising} ({flag}). Set it to a part of the updates, or train longer."
+        return (
+            f"the learning rate still rises at the last update ({updates:,}): it warms up for {warmup:,} "
+            f"(train.flags.{key.replace('_', '-')}). Set it to a part of the updates, or train longer."
+        )
     if args.lr_scheduler not in SCHEDULES:
         return None
+    rate, peak, minimum = _last_rates(args, updates)
+    # A schedule of few updates is still far from its minimum one or two updates before its end
+    tolerance = max(FAR_FROM_MINIMUM, 2 / max(1, updates))
+    if rate - minimum <= tolerance * (peak - minimum):
+        return None
+    _, end_setting = SCHEDULES[args.lr_scheduler]
+    return (
+        f"the learning rate of the last update ({updates:,}) is {rate:.2g}, {rate / peak:.0%} of its peak; "
+        f"the schedule ({args.lr_scheduler}) ends at {minimum:g}. Let {end_setting} end with it."
+    )
+
+
+def _last_rates(args: argparse.Namespace, updates: int) -> tuple[float, float, float]:
+    """The learning rate of the last update, and the peak and the minimum of its schedule."""
     import torch
     from fairseq import optim
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -243,15 +262,9 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
     # step_update(n) returns the rate of update n + 1
     rate = schedule.step_update(max(0, updates - 1))
     peak = max(config.optimization.lr)
-    name, remedy = SCHEDULES[args.lr_scheduler]
-    minimum = config.lr_scheduler[name] * (peak if name == "final_lr_scale" else 1)
-    # A schedule of few updates is still far from its minimum one or two updates before its end
-    if rate - minimum <= max(FAR_FROM_MINIMUM, 2 / max(1, updates)) * (peak - minimum):
-        return None
-    return (
-        f"WARNING: the learning rate of the last update ({updates:,}) is {rate:.2g}, {rate / peak:.0%} of "
-        f"its peak; the schedule ({args.lr_scheduler}) ends at {minimum:g}. Let {remedy} end with it."
-    )
+    key, _ = SCHEDULES[args.lr_scheduler]
+    minimum = config.lr_scheduler[key] * (peak if key == "final_lr_scale" else 1)
+    return rate, peak, minimum
 
 
 def training_set(recipe: Recipe, data: Path | None) -> CorpusSize | None:
@@ -271,14 +284,12 @@ def training_set(recipe: Recipe, data: Path | None) -> CorpusSize | None:
 
 def known_size(recipe: Recipe) -> CorpusSize | None:
     """The entry of corpus_sizes.json for the recipe's experiment, by the longest matching prefix."""
-    entries: dict[str, dict[str, Any]] = {}
+    matches: dict[str, dict[str, Any]] = {}
     for entry in json.loads(TABLE.read_text("utf-8"))["corpora"]:
         for prefix in entry.pop("experiments"):
             if recipe.experiment.startswith(prefix) or recipe.data.recipe.startswith(prefix):
-                entries[prefix] = entry
-    if entries:
-        return CorpusSize(**entries[max(entries, key=len)])
-    return None
+                matches[prefix] = entry
+    return CorpusSize(**matches[max(matches, key=len)]) if matches else None
 
 
 def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
@@ -292,53 +303,62 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
     Raises:
         UserError: if the training set or dictionary is missing, or a sentence is longer than max_tokens.
     """
-    from fairseq.data import data_utils
-
-    import moa_fairseq  # noqa: F401  (so that the last batch is kept, as in training)
-
     source, target = sentence_sizes(recipe, folder, "train")
-    language = recipe.data.target
-    dictionary = folder / (f"dict.{language}.txt" if language else DICTIONARY)
-    if recipe.kind == CLASSIFICATION:
-        dictionary = folder / INPUT / DICTIONARY
-    try:
-        with open(dictionary, "rb") as lines:
-            masks = recipe.kind in (MASKED_LM, CLASSIFICATION)  # <mask>
-            vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + masks
-    except OSError as error:  # it has the reason
-        raise UserError(
-            f"--data {folder}: cannot read {dictionary.name} ({error.strerror})."
-        ) from error
+    vocabulary = _vocabulary_size(recipe, folder)
+    tokens = int(target.sum())
     batches = None
-    total = int(target.sum())
-    if language or recipe.kind == CLASSIFICATION:
-        longer = numpy.maximum(source, target)
-        if longer.max(initial=0) > max_tokens:
-            problem = (
-                f"train.max_tokens {max_tokens:,}: a training sentence has {longer.max():,} tokens"
-            )
-            raise UserError(f"{problem}. Increase it, or remove long sentences from the data.")
-        order = numpy.lexsort((target, source))
-        batches = len(
-            data_utils.batch_by_size(
-                order,
-                num_tokens_fn=None,
-                num_tokens_vec=longer[order],
-                max_tokens=max_tokens,
-                max_sentences=recipe.training_flags.get("batch-size"),
-                required_batch_size_multiple=8,
-            )
-        )
+    if recipe.kind in (TRANSLATION, CLASSIFICATION):
+        batches = _count_batches(recipe, source, target, max_tokens)
     return CorpusSize(
         name=folder.name,
         sentences=len(target),
         source_tokens=int(source.sum()),
-        target_tokens=total,
+        target_tokens=tokens,
         vocabulary=vocabulary,
-        fill=total / (batches * max_tokens) if batches else 1.0,
+        fill=tokens / (batches * max_tokens) if batches else 1.0,
         origin=f"measured in {folder}",
         batches=batches,
     )
+
+
+def _vocabulary_size(recipe: Recipe, folder: Path) -> int:
+    """The number of symbols in the dictionary of a binarised folder, for a translation in the target's."""
+    names = {TRANSLATION: f"dict.{recipe.data.target}.txt", CLASSIFICATION: f"{INPUT}/{DICTIONARY}"}
+    dictionary = folder / names.get(recipe.kind, DICTIONARY)
+    has_mask = recipe.kind in (MASKED_LM, CLASSIFICATION)  # the symbol <mask>
+    try:
+        with open(dictionary, "rb") as lines:
+            return sum(1 for _ in lines) + SPECIAL_SYMBOLS + has_mask
+    except OSError as error:  # it has the reason
+        raise UserError(
+            f"--data {folder}: cannot read {dictionary.name} ({error.strerror})."
+        ) from error
+
+
+def _count_batches(
+    recipe: Recipe, source: numpy.ndarray, target: numpy.ndarray, max_tokens: int
+) -> int:
+    """The number of batches into which fairseq cuts sentence pairs of these lengths, [N] int64 each."""
+    from fairseq.data import data_utils
+
+    import moa_fairseq  # noqa: F401  (so that the last batch is kept, as in training)
+
+    longer = numpy.maximum(source, target)
+    if longer.max(initial=0) > max_tokens:
+        raise UserError(
+            f"train.max_tokens {max_tokens:,}: a training sentence has {longer.max():,} tokens. Increase it, "
+            "or remove long sentences from the data."
+        )
+    order = numpy.lexsort((target, source))
+    batches = data_utils.batch_by_size(
+        order,
+        num_tokens_fn=None,
+        num_tokens_vec=longer[order],
+        max_tokens=max_tokens,
+        max_sentences=recipe.training_flags.get("batch-size"),
+        required_batch_size_multiple=8,
+    )
+    return len(batches)
 
 
 def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndarray, numpy.ndarray]:

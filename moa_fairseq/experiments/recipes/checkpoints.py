@@ -8,13 +8,13 @@ import shutil
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.text_files import unverified_text_files
 from moa_fairseq.experiments.make import read_step_records
 from moa_fairseq.experiments.recipes.schema import Data, Generate, Recipe
+from moa_fairseq.experiments.records.json_files import Values
 from moa_fairseq.experiments.scoring.average import numbered_checkpoints
 from moa_fairseq.layers.mae import RANDOM_EXPERT
 from moa_fairseq.plugin.patches.checkpoint_reading import check_sums, load_checkpoint
@@ -30,17 +30,14 @@ def trained_checkpoint(folder: Path) -> Path:
 
     The folder may also be a --save-dir of fairseq-train.
     """
-    names = ("average.pt", "checkpoints/checkpoint_best.pt", "checkpoint_best.pt")
-    paths = list(map(folder.joinpath, names))
+    paths = (folder / "average.pt", folder / "checkpoints" / BEST, folder / BEST)
     return next(filter(Path.is_file, paths), paths[0])
 
 
 def pretrained_checkpoint(pretrained: str) -> Path:
     """The checkpoint file for `pretrained`: the file itself, or a run folder's result."""
     path = Path(pretrained)
-    if path.suffix == ".pt":
-        return path
-    return trained_checkpoint(path)
+    return path if path.suffix == ".pt" else trained_checkpoint(path)
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -66,19 +63,8 @@ def checkpoint_to_resume(folder: Path) -> Path | None:
     paths.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
     candidates = list(filter(Path.exists, (folder / LAST, *paths, folder / BEST)))
     for path in candidates:
-        try:
-            with zipfile.ZipFile(path) as archive, open(path, "rb") as stream:
-                if any(name.endswith("/data.pkl") for name in archive.namelist()):
-                    check_sums(stream)
-                    return path
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
-            pass
-        except OSError as error:
-            # These errors are of a file that was cut off (a position before its start), or of a bad disk.
-            # With any other (no permission, an unavailable server) the checkpoint may be complete, and an
-            # older one must not replace it
-            if error.errno not in (None, errno.EINVAL, errno.EIO):
-                raise
+        if _is_readable(path):
+            return path
         log.warning(
             "%s is damaged (cut off, or changed on the disk): looking for an older one", path
         )
@@ -89,7 +75,25 @@ def checkpoint_to_resume(folder: Path) -> Path | None:
     return None
 
 
-def complete_the_last(folder: Path) -> None:
+def _is_readable(checkpoint: Path) -> bool:
+    """Whether all parts of a checkpoint have torch's checksums."""
+    try:
+        with zipfile.ZipFile(checkpoint) as archive, open(checkpoint, "rb") as stream:
+            if any(name.endswith("/data.pkl") for name in archive.namelist()):
+                check_sums(stream)
+                return True
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
+        pass
+    except OSError as error:
+        # These errors are of a file that was cut off (a position before its start), or of a bad disk. With
+        # any other (no permission, an unavailable server) the checkpoint may be complete, and an older one
+        # must not replace it
+        if error.errno not in (None, errno.EINVAL, errno.EIO):
+            raise
+    return False
+
+
+def restore_last_checkpoint(folder: Path) -> None:
     """Before a training resumes: restore checkpoint_last.pt if any checkpoint is complete.
 
     A save writes a numbered checkpoint, then the best and the last as copies of it. A full disk or a kill in
@@ -103,8 +107,8 @@ def complete_the_last(folder: Path) -> None:
         return
     log.info("train: %s is damaged or missing; resuming from %s", LAST, newest.name)
     state = load_checkpoint(newest).get("extra_state") or {}
-    better = state.get("val_loss") is not None and state["val_loss"] == state.get("best")
-    if better and newest.name != BEST:
+    is_best = state.get("val_loss") is not None and state["val_loss"] == state.get("best")
+    if is_best and newest.name != BEST:
         copy_whole(shutil.copy, str(newest), str(folder / BEST))
     # LAST is written at the end, because it marks completion
     copy_whole(shutil.copy, str(newest), str(folder / LAST))
@@ -143,7 +147,7 @@ def checkpoint_and_data(model: Path, data: Path | None = None) -> tuple[Path, Pa
     return checkpoint, data or prepared_data(model)
 
 
-def prepare_facts(run_folder: Path) -> dict[str, Any]:
+def prepare_facts(run_folder: Path) -> Values:
     """The prepare stage's record in a run folder: folder, sentences, fingerprint, source, settings."""
     facts = read_step_records(run_folder).get("prepare", {}).get("facts")
     if isinstance(facts, dict) and isinstance(facts.get("sentences", {}), dict):
@@ -166,35 +170,39 @@ def finetuned(recipe: Recipe) -> Recipe:
     if folder and recipe.data.recipe != "binarised":
         recipe = dataclasses.replace(recipe, data=_segmented_as(recipe.data, folder))
     if recipe.finetune == "noft":
-        return dataclasses.replace(recipe, average=None, generate=_with_seed(recipe))
+        return dataclasses.replace(recipe, average=None, generate=_generate_with_seed(recipe))
     checkpoint = pretrained_checkpoint(pretrained)
-    flags = recipe.train.flags | {
-        "finetune": recipe.finetune,
-        "finetune-from-model": str(checkpoint),
-    }
+    flags = recipe.train.flags
     if recipe.finetune == "ftg":
-        for name in list(flags):
-            if name.startswith(("adam-", "warmup-")):
-                del flags[name]
-        flags.update({"optimizer": "sgd", "lr": flags.get("gate-lr", 1.0)})
-        flags.update({"lr-scheduler": "fixed", "weight-decay": 0.0})
-    train = dataclasses.replace(recipe.train, flags=flags)
+        flags = {
+            name: value
+            for name, value in flags.items()
+            if not name.startswith(("adam-", "warmup-"))
+        }
+        flags |= {
+            "optimizer": "sgd",
+            "lr": flags.get("gate-lr", 1.0),
+            "lr-scheduler": "fixed",
+            "weight-decay": 0.0,
+        }
+    start = {"finetune": recipe.finetune, "finetune-from-model": str(checkpoint)}
+    train = dataclasses.replace(recipe.train, flags=flags | start)
     return dataclasses.replace(recipe, train=train)
 
 
 def _segmented_as(data: Data, folder: Path) -> Data:
     """The data section. Merges and dictionaries that it lacks are those of the binarised folder."""
     codes = data.codes
-    for path in (folder.parent / "bpe" / CODES, folder.parent / CODES):
-        if not (codes or data.bpe) and path.is_file():
-            codes = str(path)
+    if not (codes or data.bpe):
+        paths = [folder.parent / "bpe" / CODES, folder.parent / CODES]
+        codes = next((str(path) for path in paths if path.is_file()), codes)
     dictionaries = {"srcdict": str(folder / f"dict.{data.source}.txt")}
     if not data.joined_dictionary:
         dictionaries["tgtdict"] = str(folder / f"dict.{data.target}.txt")
     return dataclasses.replace(data, codes=codes, flags=dictionaries | data.flags)
 
 
-def _with_seed(recipe: Recipe) -> Generate | None:
+def _generate_with_seed(recipe: Recipe) -> Generate | None:
     """The beam search of a pretrained model. If it uses a random expert, train.seed draws the expert."""
     generate = recipe.generate
     if generate is None:
@@ -230,19 +238,21 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
     original = prepared_data(Path(pretrained))
     if original is None:
         log.warning(
-            f"{recipe.pretrained} has no record of its training data; {data} must have its dictionaries"
+            "%s has no record of its training data; %s must have its dictionaries", pretrained, data
         )
         return
     unverified_text_files(checkpoint, original.resolve(), named=False)
     if recipe.data.codes is None and recipe.data.recipe != "binarised":
         if recipe.data.bpe:
             log.warning(
-                f"data.bpe learns new merges, which may differ from those of {original}; "
-                "--set data.bpe=null uses the model's own"
+                "data.bpe learns new merges, which may differ from those of %s; "
+                "--set data.bpe=null uses the model's own",
+                original,
             )
         else:
             log.warning(
-                f"there are no BPE merges with {original}: give those of the model by --set data.codes=FILE"
+                "there are no BPE merges with %s: give those of the model by --set data.codes=FILE",
+                original,
             )
     for language in (recipe.data.source, recipe.data.target):
         trained = original / f"dict.{language}.txt"

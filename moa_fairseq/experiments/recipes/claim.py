@@ -1,6 +1,6 @@
 """Whether a run reproduces its row of a paper: with the row's settings, on the row's data.
 
-The settings in the recipe file and those of the finished run are two dicts.
+`requested_settings` are those of a recipe, `finished_settings` those of a run.
 """
 
 import contextlib
@@ -29,18 +29,22 @@ _TEXT = ("source", "target", "bpe", "joined_dictionary", "lowercase")
 log = logging.getLogger(__name__)
 
 
-def settings(recipe: Recipe) -> Values:
-    """The settings that the finished run actually used."""
+def requested_settings(recipe: Recipe) -> Values:
+    """The settings that a recipe asks for, but for the keys in _FREE."""
     section = recipe.generate or recipe.score
-    count = recipe.average.count if recipe.average else 1
-    evaluation = dataclasses.asdict(section) if section else {}
-    scoring = recipe.score.flags if recipe.generate and recipe.score else {}
-    return _settings(
-        recipe.training_inputs, recipe.goal, count, recipe.averaged_interval, evaluation, scoring
+    training = _training_settings(
+        recipe.training_inputs,
+        recipe.goal,
+        averaged=recipe.average.count if recipe.average else 1,
+        interval=recipe.averaged_interval,
     )
+    return training | {
+        "evaluation": _without(dataclasses.asdict(section), *_FREE) if section else {},
+        "scoring": _without(recipe.score.flags, "also") if recipe.generate and recipe.score else {},
+    }
 
 
-def upgrade_training(entry: Mapping[str, Any]) -> Values:
+def upgrade_training(entry: Values) -> Values:
     """Move what earlier versions counted among a training's inputs to its facts and its goal.
 
     Args:
@@ -52,25 +56,25 @@ def upgrade_training(entry: Mapping[str, Any]) -> Values:
     if not isinstance(entry.get("inputs"), dict):
         return dict(entry)
     inputs = dict(entry["inputs"])
-    facts = entry.get("facts")
-    facts = dict(facts) if isinstance(facts, dict) else {}
-    stops: Values = {}
+    facts = _mapping(entry.get("facts"))
+    goal: Values = {}
     for name in ("model", "train"):
-        section: Any = inputs.get(name)
-        flags = section.get("flags") if isinstance(section, dict) else None
-        if not isinstance(flags, dict):
-            continue
-        inputs[name] = section | {"flags": computation_flags(flags)}
-        stops.update({key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None})
-        if INTERVAL in flags:
-            facts.setdefault(INTERVAL, flags[INTERVAL])
-    goal = entry.get("goal")
-    stops.update(goal if isinstance(goal, dict) else {})
-    return dict(entry, inputs=inputs, facts=facts, goal=stops)
+        section = _mapping(inputs.get(name))
+        if flags := _mapping(section.get("flags")):
+            inputs[name] = section | {"flags": computation_flags(flags)}
+            goal |= {key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None}
+            if INTERVAL in flags:
+                facts.setdefault(INTERVAL, flags[INTERVAL])
+    return dict(entry, inputs=inputs, facts=facts, goal=goal | _mapping(entry.get("goal")))
 
 
-def settings_made(folder: Path, recipe: Recipe) -> Values:
-    """The settings of `settings`, read from the chain of finished steps in a run folder.
+def _mapping(value: Any) -> Values:
+    """A copy of a mapping; {} for any other value, of a damaged file."""
+    return dict(value) if isinstance(value, dict) else {}
+
+
+def finished_settings(folder: Path, recipe: Recipe) -> Values:
+    """The settings that the finished steps of a run recorded, but for the keys in _FREE.
 
     Args:
         folder: the run folder, with state.json.
@@ -82,74 +86,71 @@ def settings_made(folder: Path, recipe: Recipe) -> Values:
     records = read_step_records(folder)
     train = upgrade_training(records.get("train", {}))
     try:
-        return _settings_of_records(records, train, recipe)
+        return _recorded_settings(records, train, recipe)
     except (AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json
         return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
 
 
-def _settings_of_records(
-    records: Mapping[str, Any], train: Mapping[str, Any], recipe: Recipe
-) -> Values:
-    """The settings of `settings_made`.
+def _recorded_settings(records: Values, train: Values, recipe: Recipe) -> Values:
+    """See `finished_settings`.
 
     Damaged records raise an AttributeError, KeyError, IndexError or TypeError.
     """
     kind = "generate" if recipe.generate else "score"
-    evaluation = records[f"{kind}-{recipe.subsets[0]}"]["inputs"]
-    section = evaluation["settings"]
-    scoring = {}
+    inputs = records[f"{kind}-{recipe.subsets[0]}"]["inputs"]
+    evaluation = {"evaluation": _without(inputs["settings"], *_FREE), "scoring": {}}
     if recipe.generate and recipe.score:
-        scoring = records[f"score-{recipe.subsets[0]}"]["inputs"]["settings"]["flags"]
+        score = records[f"score-{recipe.subsets[0]}"]["inputs"]
+        evaluation["scoring"] = _without(score["settings"]["flags"], "also")
     if recipe.finetune == "noft":  # nothing is trained
-        return settings(recipe) | _settings({}, {}, 1, None, section, scoring)
-    average = records.get("average", {})
-    origin = evaluation["made"][0]
-    count = 1
+        return requested_settings(recipe) | evaluation
+    model = inputs["made"][0]  # the fingerprint of the step that made the evaluated model
+    averaged = 1
     interval = None
-    if origin is not None and origin == average.get("fingerprint"):
-        origin = average["inputs"]["train"][0]
-        count = average["inputs"]["count"]
-        if average["inputs"]["checkpoints"][0][0].startswith("checkpoint_"):  # by updates
+    average = records.get("average", {})
+    if model is not None and model == average.get("fingerprint"):
+        model = average["inputs"]["train"][0]
+        averaged = average["inputs"]["count"]
+        first_file = average["inputs"]["checkpoints"][0][0]
+        if first_file.startswith("checkpoint_"):  # by updates; that of an epoch is checkpoint<N>.pt
             interval = train["facts"].get(INTERVAL)
-    is_finished = origin is not None and origin == train.get("fingerprint")
-    inputs = train["inputs"] if is_finished else {}
-    return _settings(inputs, train.get("goal", {}), count, interval, section, scoring)
+    is_finished = model is not None and model == train.get("fingerprint")
+    trained = train["inputs"] if is_finished else {}
+    return _training_settings(trained, train.get("goal", {}), averaged, interval) | evaluation
 
 
-def _settings(
-    inputs: Mapping[str, Any],
-    goal: Mapping[str, Any],
-    count: int,
-    interval: int | None,
-    section: Any,
-    scoring: Mapping[str, Any],
-) -> Values:
-    """The settings of a training, its average and its evaluation, but for the keys in _FREE."""
-    finished: Values = {}
+def _training_settings(inputs: Values, goal: Values, averaged: int, interval: int | None) -> Values:
+    """The settings of a training and its average.
+
+    Args:
+        inputs: the training's inputs; {} if no finished training made the model.
+        goal: the end of the training.
+        averaged: the number of averaged checkpoints.
+        interval: the number of updates between two of them; None for epochs.
+    """
+    values: Values = {}
     if inputs:
-        finished["model"] = inputs["model"]
-        finished["train"] = _without_free(inputs["train"]) | dict(goal)
-    flags = dict(scoring)
-    flags.pop("also", None)  # only an additional number
-    finished.update(averaged=count, evaluation=_without_free(section), scoring=flags)
-    if interval:  # between checkpoints that are saved by updates
-        finished["averaged_every"] = interval
-    return finished
+        values["model"] = inputs["model"]
+        values["train"] = _without(inputs["train"], *_FREE) | goal
+    values["averaged"] = averaged
+    if interval:
+        values["averaged_every"] = interval
+    return values
 
 
-def _without_free(values: Mapping[str, Any]) -> Values:
-    return {key: value for key, value in values.items() if key not in _FREE}
+def _without(values: Values, *keys: str) -> Values:
+    return {key: value for key, value in values.items() if key not in keys}
 
 
 def data_differences(
-    recipe: Recipe, folder: Path, lines: Mapping[str, int], claim: bool = False
+    recipe: Recipe, folder: Path, line_counts: Mapping[str, int], claim: bool = False
 ) -> dict[str, str]:
     """Differences between the data that a recipe requires and binarised data, as far as both are known.
 
     Args:
         recipe: the recipe.
         folder: the binarised folder, with its manifest.json in it or next to it.
-        lines: subset → number of lines.
+        line_counts: subset → number of lines.
         claim: True to count unknown properties as differences, for a row of a paper.
 
     Returns:
@@ -161,21 +162,25 @@ def data_differences(
         return {"data.recipe": f"{name} → cannot be told: it is your own text, not a published one"}
     manifest = _manifest_of(folder)
     expected = _recipe_facts(recipe, dataset)
-    actual = _manifest_facts(manifest, recipe.kind, lines)
+    actual = _manifest_facts(manifest, recipe.kind, line_counts)
     if claim:
+        # A damaged manifest proves nothing
         with contextlib.suppress(AttributeError, KeyError, TypeError):
             for file, sums in manifest.get("published", {}).items():
                 expected[f"md5 of {file}"] = sums["published"]
                 actual[f"md5 of {file}"] = sums["md5"]
-    unread = set(dataset.subsets if dataset else ()) - set(recipe.splits)
+    unused = set(dataset.subsets if dataset else ()) - set(recipe.splits)
     for key in list(expected):
-        if key.rpartition(" of ")[2] in unread:
+        if key.rpartition(" of ")[2] in unused:
             del expected[key]
-    common = [key for key in expected if key in actual]
-    deviations = changes(selected(expected, common), selected(actual, common), "data.")
+    known = expected.keys() & actual.keys()
+    deviations = changes(selected(expected, known), selected(actual, known), "data.")
     if claim:
-        unknown = expected.keys() - actual.keys()
-        for key in sorted(unknown, key=lambda key: (key != "recipe", "steps" not in key, key)):
+        # The recipe first, then the steps
+        unknown = sorted(
+            expected.keys() - known, key=lambda key: (key != "recipe", "steps" not in key, key)
+        )
+        for key in unknown:
             deviations[f"data.{key}"] = f"{expected[key]} → cannot be told"
     elif dataset and name != "parallel" and not actual:
         deviations["data.recipe"] = f"{name} → cannot be told: there is no manifest.json"
@@ -225,11 +230,9 @@ def _recipe_facts(recipe: Recipe, dataset: Dataset | None) -> Values:
     return facts
 
 
-def _manifest_facts(manifest: Mapping[str, Any], kind: str, lines: Mapping[str, int]) -> Values:
+def _manifest_facts(manifest: Values, kind: str, line_counts: Mapping[str, int]) -> Values:
     """The properties that a manifest and the numbers of lines prove."""
-    section = manifest.get("settings")
-    if not isinstance(section, dict):
-        section = {}
+    section = _mapping(manifest.get("settings"))
     facts: Values = {}
     name = manifest.get("dataset", section.get("recipe", manifest.get("recipe")))
     if name is not None:
@@ -239,7 +242,7 @@ def _manifest_facts(manifest: Mapping[str, Any], kind: str, lines: Mapping[str, 
     for key in ("tokens", "generated"):
         if key in section:
             facts[key] = section[key]
-    for split, number in lines.items():
+    for split, number in line_counts.items():
         facts[f"lines of {split}"] = number
     # A damaged manifest proves nothing
     with contextlib.suppress(AttributeError, KeyError, TypeError):
@@ -251,34 +254,28 @@ def _manifest_facts(manifest: Mapping[str, Any], kind: str, lines: Mapping[str, 
     return facts
 
 
-def _text_facts(section: Mapping[str, Any]) -> Values:
+def _text_facts(section: Values) -> Values:
     """The properties of bilingual text in a data section, of a recipe or in a manifest."""
     facts = {key: section[key] for key in _TEXT if key in section}
     if facts:
-        flags = section.get("flags") or {}
         fraction = section.get("train_fraction") or 1
-        facts["flags"] = dict(flags)
-        facts["flags"].pop("workers", None)
+        seed = section.get("train_fraction_seed", 1)
+        facts["flags"] = _without(_mapping(section.get("flags")), "workers")
         facts["codes"] = section.get("codes")
-        facts["train_fraction"] = [fraction, section.get("train_fraction_seed", 1)]
-        if fraction == 1:
-            facts["train_fraction"] = fraction
+        facts["train_fraction"] = 1 if fraction == 1 else [fraction, seed]
     return facts
 
 
-def differences(
-    published: Recipe, run_settings: Mapping[str, Any], data: Mapping[str, str]
-) -> list[str]:
+def differences(published: Recipe, run_settings: Values, data: Mapping[str, str]) -> list[str]:
     """Differences between a run and the row of a paper; none if it reproduces the row.
 
     Args:
         published: the recipe of the file, without any --set.
-        run_settings: the run's settings, see `settings_made`.
+        run_settings: the run's settings, see `finished_settings`.
         data: the differences of the data, see `data_differences`.
 
     Returns:
         'key: row → run' for each difference.
     """
-    return list(
-        map(": ".join, [*data.items(), *changes(settings(published), run_settings).items()])
-    )
+    deviations = dict(data) | changes(requested_settings(published), run_settings)
+    return [f"{key}: {change}" for key, change in deviations.items()]

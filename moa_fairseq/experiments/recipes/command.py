@@ -15,7 +15,6 @@ skipped, and training resumes from its last checkpoint. --gpus sets the number o
 
 import argparse
 import dataclasses
-import itertools
 import json
 import logging
 import os
@@ -26,7 +25,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import moa_fairseq
 from moa_fairseq.errors import UserError
@@ -37,7 +35,6 @@ from moa_fairseq.experiments.recipes.hardware import (
     DEVICES,
     Hardware,
     assumed_hardware,
-    check_sharding,
     choose_devices,
     detect_hardware,
     find_world,
@@ -47,6 +44,7 @@ from moa_fairseq.experiments.recipes.loading import (
     load_recipe,
     row_overrides,
 )
+from moa_fairseq.experiments.recipes.precision import check_parallel_flags
 from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import STAGES, run_recipe
 from moa_fairseq.experiments.recipes.schema import Recipe
@@ -134,12 +132,11 @@ def run(args: argparse.Namespace) -> int:
     """Run one recipe, with each of --seeds, or show what it would do. Returns the exit status."""
     config = find_recipe(args.config)
     headlines = []
-    rows = [args] if args.row is None else _with_rows(args, config)
-    runs = ([row] if row.seeds is None else _with_seeds(row, config.stem) for row in rows)
-    for row_args in itertools.chain.from_iterable(runs):
-        if result := _run_once(row_args, config):
-            values = json.loads(result.read_text("utf-8"))
-            headlines.append(values["metrics"][values["headline"]])
+    for row_args in _with_rows(args, config):
+        for run_args in _with_seeds(row_args, config.stem):
+            if result := _run_once(run_args, config):
+                values = json.loads(result.read_text("utf-8"))
+                headlines.append(values["metrics"][values["headline"]])
     of_one_row = args.seeds and args.row != ALL_ROWS
     if of_one_row and len(headlines) > 1 and None not in headlines:  # None: a model that diverged
         mean = statistics.mean(headlines)
@@ -150,23 +147,22 @@ def run(args: argparse.Namespace) -> int:
 
 def _with_rows(args: argparse.Namespace, config: Path) -> Iterator[argparse.Namespace]:
     """The arguments of one run per selected row of the file; a row in `rows` has a folder of its own."""
-    recipe = load_recipe(config)
-    if args.row == ALL_ROWS:
+    if args.row in (None, ALL_ROWS):
         yield args
-        names = list(recipe.rows)
-    else:
-        names = [args.row]
-    for name in names:
+    if args.row is None:
+        return
+    recipe = load_recipe(config)
+    for name in list(recipe.rows) if args.row == ALL_ROWS else [args.row]:
         suffix = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-        changes: dict[str, Any] = {"overrides": [*row_overrides(recipe, name), *args.overrides]}
-        changes["save_dir"] = Path(f"{args.save_dir or Path('runs') / config.stem}_{suffix}")
-        if args.record is not None:
-            changes["record"] = f"{args.record or config.stem}_{suffix}"
-        yield argparse.Namespace(**(vars(args) | changes))
+        overrides = [*row_overrides(recipe, name), *args.overrides]
+        yield _variant(args, config.stem, suffix, overrides)
 
 
 def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.Namespace]:
     """The arguments of one run for each of --seeds, with a separate folder and record."""
+    if args.seeds is None:
+        yield args
+        return
     try:
         seeds = dict.fromkeys(map(int, args.seeds.split(",")))
     except ValueError:  # not a number
@@ -175,35 +171,31 @@ def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.
         ) from None
     if args.plan or args.stage != "all":
         raise UserError("--seeds needs all stages: leave --plan and --stage out.")
-    folder = args.save_dir or Path("runs") / experiment
     for seed in seeds:
-        changes = {
-            "overrides": [*args.overrides, f"train.seed={seed}"],
-            "save_dir": Path(f"{folder}_seed{seed}"),
-        }
-        if args.record is not None:
-            changes["record"] = f"{args.record or experiment}_seed{seed}"
-        yield argparse.Namespace(**(vars(args) | changes))
+        overrides = [*args.overrides, f"train.seed={seed}"]
+        yield _variant(args, experiment, f"seed{seed}", overrides)
+
+
+def _variant(
+    args: argparse.Namespace, experiment: str, suffix: str, overrides: list[str]
+) -> argparse.Namespace:
+    """The arguments of one of several runs, whose folder and record end with a suffix."""
+    folder = args.save_dir or Path("runs") / experiment
+    changes = {"overrides": overrides, "save_dir": Path(f"{folder}_{suffix}")}
+    if args.record is not None:
+        changes["record"] = f"{args.record or experiment}_{suffix}"
+    return argparse.Namespace(**(vars(args) | changes))
 
 
 def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     """Run or show one recipe, or print its plan. Returns result.json if it was scored."""
     recipe = load_recipe(config, args.overrides)
-    row = load_recipe(config, _row_values(recipe, args.overrides))
-    can_reproduce = recipe.reproduces is not None and row.pretrained == recipe.pretrained
-    if recipe.reproduces and not can_reproduce:
-        log.warning(
-            "pretrained is %s, not the row's %s: the run reproduces no row",
-            recipe.pretrained,
-            row.pretrained,
-        )
-    if recipe.finetune:
-        recipe = finetuned(recipe)
-        row = finetuned(row)
+    published = _published_recipe(recipe, config, args.overrides)
+    recipe = finetuned(recipe)
     folder = args.save_dir or Path("runs") / recipe.experiment
     _check_arguments(args, folder)
-    hardware = _hardware(args)
-    check_sharding(recipe, hardware)
+    hardware = _requested_hardware(args)
+    check_parallel_flags(recipe, hardware)
     plugin = None
     if args.user_dir:
         plugin = Path(args.user_dir).absolute()
@@ -226,18 +218,33 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
         record=None if args.record is None else _record_file(args, config),
         command_line=shlex.join(["moa-fairseq", *words]),
         prepare_command=_prepare_command(args, config, folder, plugin),
-        published_recipe=row if can_reproduce else None,
+        published_recipe=published,
         training_flags=training_flags,
     )
     log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())
     return run_recipe(recipe, hardware, options, dry_run=args.dry_run)
 
 
+def _published_recipe(recipe: Recipe, config: Path, overrides: list[str]) -> Recipe | None:
+    """The recipe of a paper's row, without any --set, if a run with these overrides may reproduce it."""
+    if recipe.reproduces is None:
+        return None
+    published = load_recipe(config, _row_values(recipe, overrides))
+    if published.pretrained != recipe.pretrained:
+        log.warning(
+            "pretrained is %s, not the row's %s: the run reproduces no row",
+            recipe.pretrained,
+            published.pretrained,
+        )
+        return None
+    return finetuned(published)
+
+
 def _row_values(recipe: Recipe, overrides: list[str]) -> list[str]:
     """The `section.key=value` strings that turn a recipe's file into the row of a paper.
 
-    They are the values of the row, and any --set of a free key. The seed is free. The pretrained model is
-    free unless the rows differ in it.
+    They are the values of the row, and any --set of a key that the row leaves open: the seed, and the
+    pretrained model unless the rows differ in it.
     """
     values = row_overrides(recipe, recipe.row) if recipe.row else []
     free = ["train.seed"]
@@ -252,9 +259,9 @@ def _row_values(recipe: Recipe, overrides: list[str]) -> list[str]:
 def _check_arguments(args: argparse.Namespace, folder: Path) -> None:
     """Raise UserError for conflicting arguments, or a folder that fairseq cannot use."""
     if ":" in str(folder):
-        reason = "fairseq takes the ':' in a model's path for the end of the path"
         raise UserError(
-            f"fairseq cannot use --save-dir {folder}: {reason}. Rename or move the folder."
+            f"fairseq cannot use --save-dir {folder}: fairseq takes the ':' in a model's path for the end of "
+            "the path. Rename or move the folder."
         )
     if args.json and not args.plan:
         raise UserError("--json needs --plan.")
@@ -262,7 +269,7 @@ def _check_arguments(args: argparse.Namespace, folder: Path) -> None:
         raise UserError("--device-name needs --dry-run or --plan: a run uses this machine's GPUs.")
 
 
-def _hardware(args: argparse.Namespace) -> Hardware:
+def _requested_hardware(args: argparse.Namespace) -> Hardware:
     """The devices requested by the arguments, and this machine's number among several."""
     if args.device_name:
         hardware = assumed_hardware(args.device_name, args.gpus)
@@ -275,10 +282,8 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 def _results_of(config: Path) -> Path:
     """results/ next to configs/, or next to a recipe in another place."""
     folders = config.resolve().parents
-    for folder in folders:
-        if folder.name == "configs":
-            return folder.parent / "results"
-    return folders[0] / "results"
+    roots = (folder.parent for folder in folders if folder.name == "configs")
+    return next(roots, folders[0]) / "results"
 
 
 def _print_plan(
@@ -291,10 +296,7 @@ def _print_plan(
     if not hardware.gpus and args.gpus is None:
         machines = []
         for name, device in DEVICES.items():
-            for number in device.counts:
-                machines.append(assumed_hardware(name, number))
-    if data and not is_binarised(data):
-        data = None
+            machines += [assumed_hardware(name, count) for count in device.counts]
     report = planner.plan(recipe, data, machines, results)
     if args.json:
         print(json.dumps(report.as_dict(), indent=1))
@@ -337,7 +339,7 @@ def _check_plugin(user_dir: Path) -> None:
         reason = "it does not import this package"
         if result.returncode:
             reason = result.stderr.splitlines()[-1]
-        problem = (
-            f"--user-dir {user_dir} cannot replace this package in fairseq's commands: {reason}"
+        raise UserError(
+            f"--user-dir {user_dir} cannot replace this package in fairseq's commands: {reason}. Write "
+            "`import moa_fairseq` at the top of its __init__.py."
         )
-        raise UserError(f"{problem}. Write `import moa_fairseq` at the top of its __init__.py.")

@@ -2,14 +2,14 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.recipes.batch import BatchPlan, measured_size, planned_updates
-from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe
+from moa_fairseq.experiments.recipes.rules import Problems
+from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe, Score
 from moa_fairseq.experiments.scoring.chains import SACREBLEU, tokenizer_for
 
 # Flags that name files to read, by section. Those of "train" are read only at the first start of a training.
@@ -19,7 +19,6 @@ _FILES = {
     "score": ("reference", "raw-reference", "against"),
 }
 _BEST = "--set average=null evaluates the best checkpoint"
-Problems = Iterator[tuple[str, str]]  # (key, problem)
 
 
 def missing_checkpoints(
@@ -39,7 +38,7 @@ def missing_checkpoints(
         return
     train = recipe.train
     updates = updates or train.max_update
-    every = _positive(recipe, "save-interval", 1)
+    every = _count_flag(recipe, "save-interval", 1)
     if train.max_epoch and train.max_epoch % every:
         problem = f"the end of the training, epoch {train.max_epoch} (train.max_epoch), would not be saved"
         yield "train.flags.save-interval", f"{problem}. Use a divisor of it, or leave the flag out."
@@ -47,11 +46,11 @@ def missing_checkpoints(
         yield from _without_best(recipe, updates)
     elif recipe.average.epochs:
         yield from _too_few_epochs(recipe, recipe.average.epochs, updates, per_epoch)
-    elif recipe.average.updates and updates and _positive(recipe, INTERVAL):
+    elif recipe.average.updates and updates and _count_flag(recipe, INTERVAL):
         yield from _too_few_updates(recipe, recipe.average.updates, updates, per_epoch)
 
 
-def _positive(recipe: Recipe, flag: str, default: int = 0) -> int:
+def _count_flag(recipe: Recipe, flag: str, default: int = 0) -> int:
     """The value of a flag of fairseq-train if it is a positive number, else the default."""
     value = recipe.training_flags.get(flag)
     return value if isinstance(value, int) and value > 0 else default
@@ -60,18 +59,21 @@ def _positive(recipe: Recipe, flag: str, default: int = 0) -> int:
 def _without_best(recipe: Recipe, updates: int | None) -> Problems:
     """Problems of a recipe without an average: it needs the best checkpoint, which a validation saves."""
     train = recipe.train
-    by_epochs_alone = train.max_epoch and not train.max_update and not _positive(recipe, INTERVAL)
-    reasons = {
+    by_epochs_alone = train.max_epoch and not train.max_update and not _count_flag(recipe, INTERVAL)
+    first_epoch = _count_flag(recipe, "validate-interval", 1)
+    no_validation = {
         "disable-validation": recipe.training_flags.get("disable-validation"),
-        "validate-interval": by_epochs_alone
-        and _positive(recipe, "validate-interval", 1) > (train.max_epoch or 1),
-        "validate-after-updates": updates and _positive(recipe, "validate-after-updates") > updates,
+        "validate-interval": by_epochs_alone and first_epoch > (train.max_epoch or 1),
+        "validate-after-updates": updates
+        and _count_flag(recipe, "validate-after-updates") > updates,
     }
-    for flag, holds in reasons.items():
+    for flag, holds in no_validation.items():
         if holds:
-            problem = "without validation there is no best checkpoint to evaluate"
-            remedy = "Leave the flag out, or average checkpoints (average.epochs)."
-            yield f"train.flags.{flag}", f"{problem}. {remedy}"
+            problem = (
+                "without validation there is no best checkpoint to evaluate. Leave the flag out, or "
+                "average checkpoints (average.epochs)."
+            )
+            yield f"train.flags.{flag}", problem
 
 
 def _too_few_epochs(
@@ -81,7 +83,7 @@ def _too_few_epochs(
     ends = [recipe.train.max_epoch] if recipe.train.max_epoch else []
     if updates and per_epoch:
         ends.append(updates // per_epoch)
-    saved = min(ends) // _positive(recipe, "save-interval", 1) if ends else count
+    saved = min(ends) // _count_flag(recipe, "save-interval", 1) if ends else count
     if recipe.training_flags.get("no-epoch-checkpoints"):
         problem = f"no epoch would leave a checkpoint, but average.epochs needs {count}"
         yield "train.flags.no-epoch-checkpoints", f"{problem}. Leave the flag out; {_BEST}."
@@ -97,23 +99,28 @@ def _too_few_epochs(
 
 def _too_few_updates(recipe: Recipe, count: int, updates: int, per_epoch: int | None) -> Problems:
     """Problems of an average of `count` checkpoints that are saved by updates."""
-    interval = _positive(recipe, INTERVAL)
-    before = max(1, _positive(recipe, "validate-after-updates")) - 1
+    interval = _count_flag(recipe, INTERVAL)
+    first = max(1, _count_flag(recipe, "validate-after-updates"))  # nothing is saved before
+
+    def multiples(number: int) -> int:
+        return max(0, updates // number - (first - 1) // number)
 
     def saved(every: int) -> int:
         """The number of saved checkpoints: fairseq saves none at an update that ends an epoch."""
-        common = math.lcm(every, per_epoch) if per_epoch else updates + 1
-        at_ends = updates // common - before // common
-        return (updates // every - before // every) - max(0, at_ends)
+        at_ends = multiples(math.lcm(every, per_epoch)) if per_epoch else 0
+        return multiples(every) - at_ends
 
     if saved(interval) >= count:
         return
-    shorter = (updates // number for number in range(count, count + 3))
-    enough = next((every for every in shorter if every and saved(every) >= count), 0)
-    problem = f"the average needs {count} checkpoints, but of {updates:,} updates one every "
-    problem += f"{interval:,} (train.flags.{INTERVAL}) would leave {saved(interval)}"
+    # The longest interval first; shorter ones make up for ends of epochs
+    intervals = (updates // number for number in range(count, count + 3))
+    enough = next((every for every in intervals if every and saved(every) >= count), 0)
     oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; " if enough else ""
-    yield "average.updates", f"{problem}. Train longer; {oftener}{_BEST}."
+    problem = (
+        f"the average needs {count} checkpoints, but of {updates:,} updates one every {interval:,} "
+        f"(train.flags.{INTERVAL}) would leave {saved(interval)}. Train longer; {oftener}{_BEST}."
+    )
+    yield "average.updates", problem
 
 
 def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
@@ -137,17 +144,21 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
     per_epoch = size.updates_per_epoch(batch) if size else None
     for key, problem in missing_checkpoints(recipe, updates, per_epoch):
         raise UserError(f"{key}: {problem}")
-    if recipe.kind == TRANSLATION and recipe.score:
-        flags = recipe.score.flags
-        if recipe.data.running_text or SACREBLEU in (flags.get("chain") or SACREBLEU):
-            tokenizer_for(recipe.data.target or "", flags.get("sacrebleu-tokenizer"))
-    if recipe.score and recipe.score.headline == "masked_lm_word_ppl":
+    if recipe.score:
+        _check_scoring(recipe, recipe.score, data)
+
+
+def _check_scoring(recipe: Recipe, score: Score, data: Path) -> None:
+    """Raise UserError if sacreBLEU lacks its tokeniser, or a perplexity of words their number."""
+    runs_sacrebleu = SACREBLEU in (score.flags.get("chain") or SACREBLEU)
+    if recipe.kind == TRANSLATION and (recipe.data.running_text or runs_sacrebleu):
+        tokenizer_for(recipe.data.target or "", score.flags.get("sacrebleu-tokenizer"))
+    if score.headline == "masked_lm_word_ppl":
         counted = read_manifest(data).get("splits") or {}
-        missing = [name for name in recipe.score.subsets if name not in counted]
-        if missing:
-            problem = f"{data} has no manifest.json with word counts of {', '.join(missing)}"
+        if missing := [name for name in score.subsets if name not in counted]:
             raise UserError(
-                f"score.headline: {problem}. Set masked_lm_ppl, or let the recipe make the data."
+                f"score.headline: {data} has no manifest.json with word counts of {', '.join(missing)}. Set "
+                "masked_lm_ppl, or let the recipe make the data."
             )
 
 

@@ -1,13 +1,11 @@
-"""The devices of a training, of one machine or of several that train together, and the numeric precision.
+"""The devices of a training, of one machine or of several that train together.
 
 A process here is one GPU, or one machine's CPU. fairseq-train gets everything by its own flags, so
 that a printed command works without this program.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import platform
 import re
@@ -15,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.recipes.schema import Model, Recipe
 
 DEFAULT_PORT = 29500
 _TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -51,23 +48,23 @@ DEVICES = {
 }
 
 # torch's name of a card → its key in DEVICES. Any other card is unknown, even if its name is similar.
-_NAMES = {name: name for name in DEVICES}
-_NAMES |= dict.fromkeys(
-    ("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB"), "V100"
-)
-_NAMES |= dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), "A100")
-_NAMES |= {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
-_NAMES |= {f"NVIDIA GeForce RTX {number}": f"RTX{number}" for number in (3090, 4090, 5090)}
+_KINDS = {
+    "Tesla V100-SXM2-32GB": "V100",
+    "Tesla V100-SXM3-32GB": "V100",
+    "Tesla V100-PCIE-32GB": "V100",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA A100 80GB PCIe": "A100",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    "NVIDIA GeForce RTX 3090": "RTX3090",
+    "NVIDIA GeForce RTX 4090": "RTX4090",
+    "NVIDIA GeForce RTX 5090": "RTX5090",
+}
 
 
 def device_kind(name: str) -> str:
-    """The key of DEVICES for a GPU of this name, else "unknown"."""
-    return _NAMES.get(name, "unknown")
-
-
-# From this width on, a CPU with units for bfloat16 trains under autocast: 1.4 to 1.5 times as fast on a Xeon
-# with AMX. Smaller models gain less, and their float32 is the same on CPUs without such units.
-_AMP_WIDTH = 512
+    """The key of DEVICES for a GPU of this name, which may be the key itself; else "unknown"."""
+    return name if name in DEVICES else _KINDS.get(name, "unknown")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +74,7 @@ class World:
     Args:
         size: the number of processes of all machines together.
         rank: the number of this machine's first process; 0 on the machine that writes the run folder.
-        here: the number of processes that this program starts.
+        local_size: the number of processes that this program starts.
         init_method: the address at which the processes meet, for torch.distributed.
         spawn: whether fairseq-train starts the processes of this machine itself.
         device: the number of the GPU of a process that fairseq-train does not start itself.
@@ -85,7 +82,7 @@ class World:
 
     size: int
     rank: int
-    here: int
+    local_size: int
     init_method: str
     spawn: bool
     device: int | None = None
@@ -136,7 +133,14 @@ class Hardware:
     @property
     def shared(self) -> bool:
         """True if other programs start some of the processes."""
-        return self.world is not None and self.world.size > self.world.here
+        return self.world is not None and self.world.size > self.world.local_size
+
+    def with_devices(self, count: int) -> "Hardware":
+        """The first `count` devices, of a training that no other program shares."""
+        world = None
+        if self.world and count > 1:
+            world = dataclasses.replace(self.world, size=count, local_size=count)
+        return dataclasses.replace(self, gpus=count, world=world)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -212,8 +216,10 @@ def choose_devices(present: Hardware, requested: int | None, dry_run: bool) -> H
         return dataclasses.replace(present, gpus=requested)
     if dry_run:
         return dataclasses.replace(assumed_hardware("V100", requested), name="GPU (assumed V100)")
-    remedy = f"Use --gpus {present.gpus}, or check CUDA_VISIBLE_DEVICES, torch's build and the CUDA driver"
-    raise UserError(f"--gpus {requested}: torch sees {present.gpus} GPU(s) here. {remedy}.")
+    raise UserError(
+        f"--gpus {requested}: torch sees {present.gpus} GPU(s) here. Use --gpus {present.gpus}, or check "
+        "CUDA_VISIBLE_DEVICES, torch's build and the CUDA driver."
+    )
 
 
 def find_world(
@@ -248,25 +254,34 @@ def find_world(
     node_rank = node_rank or 0
     local_size = max(1, gpus)
     if not 0 <= node_rank < nodes:
-        numbers = f"the numbers of {nodes} machine(s) are 0 to {nodes - 1} (--nodes)"
-        raise UserError(f"--node-rank {node_rank} is out of range: {numbers}.")
+        raise UserError(
+            f"--node-rank {node_rank} is out of range: the numbers of {nodes} machine(s) are 0 to "
+            f"{nodes - 1} (--nodes)."
+        )
     if master is None and nodes > 1:
         raise UserError(
             "--nodes needs --master HOST[:PORT], the address of the machine with --node-rank 0."
         )
     if local_size * nodes == 1:
         return None
-    # A port must be the same on all machines, so it is never chosen at random.
-    address = re.fullmatch(
-        r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+)(?::(\d+))?", master or "127.0.0.1"
+    return World(
+        size=local_size * nodes,
+        rank=local_size * node_rank,
+        local_size=local_size,
+        init_method=_meeting_address(master or "127.0.0.1"),
+        spawn=gpus > 0,
     )
+
+
+def _meeting_address(master: str) -> str:
+    """HOST[:PORT] → tcp://HOST:PORT. All machines must know the port, so its default is fixed."""
+    address = re.fullmatch(r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+)(?::(\d+))?", master)
     port = int(address.group(2) or DEFAULT_PORT) if address else 0
     if not address or not 0 < port < 65536:
         raise UserError(
             f"--master {master}: give HOST or HOST:PORT, for example --master node01:29500."
         )
-    meeting = f"tcp://{address.group(1)}:{port}"
-    return World(local_size * nodes, local_size * node_rank, local_size, meeting, spawn=gpus > 0)
+    return f"tcp://{address.group(1)}:{port}"
 
 
 def _world_of_a_job(gpus: int, environment: Mapping[str, str]) -> World | None:
@@ -274,112 +289,23 @@ def _world_of_a_job(gpus: int, environment: Mapping[str, str]) -> World | None:
     if environment.keys() >= set(_TORCHRUN) and int(environment["WORLD_SIZE"]) > 1:
         size, rank, local, local_size = (int(environment[name]) for name in _TORCHRUN[:4])
         if gpus and local_size > gpus:
-            problem = f"torchrun started {local_size} processes on this machine for {gpus} GPU(s)"
-            raise UserError(f"{problem}. Start it with --nproc-per-node {gpus}.")
-        return World(size, rank, 1, "env://", spawn=False, device=local if gpus else None)
+            raise UserError(
+                f"torchrun started {local_size} processes on this machine for {gpus} GPU(s). Start it with "
+                f"--nproc-per-node {gpus}."
+            )
+        device = local if gpus else None
+        return World(size, rank, local_size=1, init_method="env://", spawn=False, device=device)
     job = environment.get("SLURM_JOB_ID", "")
     if gpus < 2 or not job.isdigit():
         return None
     # Without a world of its own, fairseq would take all other machines and tasks of the job for processes of
     # this training
-    return World(gpus, 0, gpus, f"tcp://127.0.0.1:{10_000 + int(job) % 50_000}", spawn=True)
+    address = f"tcp://127.0.0.1:{10_000 + int(job) % 50_000}"
+    return World(gpus, rank=0, local_size=gpus, init_method=address, spawn=True)
 
 
-def precision_name(precision: str, hardware: Hardware, model: Model | None = None) -> str:
-    """A recipe's `precision` as fp32, fp16, bf16 or amp.
-
-    `auto` is bf16 from Ampere on, fp16 on Volta and Turing; on a CPU with units for bfloat16, amp for a model
-    wide enough to gain from it, except with adaptive inputs, which fail under autocast; otherwise fp32.
-
-    Args:
-        precision: one of PRECISIONS of `schema`.
-        hardware: the run's hardware.
-        model: the recipe's section; without it `auto` means fp32 on a CPU.
-
-    Raises:
-        UserError: if the hardware or the model does not support the precision.
-    """
-    capability = hardware.capability or (0, 0)
-    if precision == "auto" and hardware.gpus:
-        if capability >= (8, 0):
-            return "bf16"
-        return "fp16" if capability >= (7, 0) else "fp32"
-    if precision == "auto":
-        if model is None or not hardware.bfloat16_units:
-            return "fp32"
-        is_adaptive, width = _inputs_and_width(model)
-        return "amp" if width >= _AMP_WIDTH and not is_adaptive else "fp32"
-    if precision == "amp" and model is not None and _inputs_and_width(model)[0]:
-        raise UserError("train.precision amp fails with adaptive inputs. Use fp32, fp16 or bf16.")
-    if precision in ("fp16", "bf16") and not hardware.gpus:
-        raise UserError(
-            f"train.precision {precision} needs a GPU. Use fp32, amp or auto on the CPU."
-        )
-    if precision == "bf16" and capability < (8, 0):
-        raise UserError(
-            f"train.precision bf16 needs Ampere or newer, not {hardware.name}. Use fp16."
-        )
-    return precision
-
-
-def _inputs_and_width(model: Model) -> tuple[bool, int]:
-    """Whether an architecture has adaptive inputs, and its model dimension."""
-    from fairseq.models import ARCH_CONFIG_REGISTRY
-
-    args = argparse.Namespace()
-    for name, value in model.flags.items():
-        setattr(args, name.replace("-", "_"), value)
-    ARCH_CONFIG_REGISTRY.get(model.arch, lambda _: None)(args)
-    encoder = getattr(args, "encoder_embed_dim", 0) or 0
-    decoder = getattr(args, "decoder_embed_dim", 0) or 0
-    return getattr(args, "adaptive_input", False), max(encoder, decoder)
-
-
-def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
-    """Raise an error for settings that fairseq would reject only once every process runs.
-
-    Args:
-        recipe: the recipe.
-        hardware: the run's hardware.
-
-    Raises:
-        UserError: for such a setting; the message names the flag.
-    """
-    flags = recipe.training_flags
-    precision = precision_name(recipe.train.precision, hardware, recipe.model)
-    backend = flags.get("ddp-backend")
-    sharded = flags.get("zero-sharding") == "os"
-    is_flat = not (flags.get("fp16-no-flatten-grads") or flags.get("memory-efficient-fp16"))
-    for half in ("fp16", "bf16"):
-        name = f"memory-efficient-{half}"
-        if flags.get(name) and precision != half:
-            mismatch = f"this run has {precision} on {hardware.describe()}. Change one of them"
-            raise UserError(f"train.flags.{name} needs train.precision {half}, but {mismatch}.")
-    needs_fairscale = sharded or backend in ("fully_sharded", "slowmo")
-    if needs_fairscale and importlib.util.find_spec("fairscale") is None:
-        flag = "zero-sharding os" if sharded else f"ddp-backend {backend}"
-        raise UserError(
-            f"train.flags.{flag} needs the package fairscale. Run pip install fairscale, or save memory with "
-            "--set train.flags.checkpoint-activations=true or a lower train.max_tokens."
-        )
-    if sharded and precision == "fp16" and is_flat:
-        remedy = "--set train.flags.fp16-no-flatten-grads=true, or memory-efficient-fp16"
-        raise UserError(f"train.flags.zero-sharding os with fp16 needs {remedy}.")
-    if backend == "fully_sharded" and precision == "bf16":
-        remedy = "Add --set train.precision=fp16, or use --set train.flags.zero-sharding=os"
-        raise UserError(f"fairseq's fully_sharded supports fp32 and fp16 only. {remedy}.")
-    if hardware.world and not hardware.gpus and backend not in (None, "legacy_ddp", "no_c10d"):
-        raise UserError(
-            f"train.flags.ddp-backend {backend} works on GPUs only. Leave it out on the CPU."
-        )
-
-
-def _cpu(cores: str) -> Hardware:
-    """This machine's CPU.
-
-    Args:
-        cores: the beginning of the CPU's name for people, such as "8 CPU cores".
-    """
+def _cpu(label: str) -> Hardware:
+    """This machine's CPU, whose name for people begins with a label such as "8 CPU cores"."""
     facts: dict[str, str] = {}
     # The file exists only on Linux; the name of the processor is for people
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -390,4 +316,4 @@ def _cpu(cores: str) -> Hardware:
     if "cpu family" in facts:  # clouds call processors of several years "AMD EPYC"
         model += f", family {facts['cpu family']} model {facts['model']}"
     units = {"amx_bf16", "avx512_bf16"}.intersection(facts.get("flags", "").split())
-    return Hardware(name=f"{cores} ({model})", bfloat16_units=bool(units))
+    return Hardware(name=f"{label} ({model})", bfloat16_units=bool(units))

@@ -1,26 +1,30 @@
-"""The headline of a run: the metric that is its result, and that a paper's number is compared with."""
+"""The headline of a run: the metric that is its result, and that a paper's number is compared with.
+
+A paper's BLEU may count words whose compounds are split once, a-b into a @-@ b. If the references are split
+already, the metric is multi_bleu; if they are whole, it is compound_split_bleu, whose pipeline splits them.
+"""
 
 import logging
 import re
-from typing import Any
 
 from moa_fairseq.experiments.data.catalogue import datasets
 from moa_fairseq.experiments.data.parallel_text import SPLIT, WHOLE
 from moa_fairseq.experiments.recipes.schema import TRANSLATION, Recipe, Score
+from moa_fairseq.experiments.recipes.scores import Scores
 from moa_fairseq.experiments.scoring.chains import SACREBLEU
 from moa_fairseq.text.languages import writes_no_spaces
 
 log = logging.getLogger(__name__)
-# Form of the references' hyphens → the BLEU after one compound split: the text or the pipeline splits them.
-_BLEU_OF_HYPHENS = {SPLIT: "multi_bleu", WHOLE: "compound_split_bleu"}
+# Form of the references' hyphens → the BLEU of words whose compounds are split once
+_SPLIT_BLEU = {SPLIT: "multi_bleu", WHOLE: "compound_split_bleu"}
 _EXAMPLES = {SPLIT: "a @-@ b", WHOLE: "a-b"}
 
 
-def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> str:
+def headline_of(recipe: Recipe, published: Recipe, scores: Scores) -> str:
     """The metric of a run's result: the recipe's, unless the references need another.
 
-    For running text, and for text without spaces, it is sacreBLEU with the language's tokeniser. For a BLEU
-    after one compound split, it is the BLEU that gives this number for the references' hyphens.
+    For running text, and for text without spaces, it is sacreBLEU with the language's tokeniser. For the
+    BLEU of split compounds, the form of the references' hyphens decides.
 
     Args:
         recipe: the recipe of the run.
@@ -31,21 +35,21 @@ def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> st
     if recipe.data.running_text:
         return SACREBLEU
     signature = str(scores.get("sacrebleu", {}).get("signature"))
-    counts_words = re.search(r"tok:(13a|none)\b", signature)
-    if _has_no_spaces(recipe, scores) and not counts_words:
+    has_word_tokeniser = re.search(r"tok:(13a|none)\b", signature)
+    if _has_no_spaces(recipe, scores) and not has_word_tokeniser:
         if headline != SACREBLEU:
-            problem = (
-                "the references have no spaces between words, but %s counts words: see sacrebleu"
+            log.warning(
+                "the references have no spaces between words, but %s counts words: see sacrebleu",
+                headline,
             )
-            log.warning(problem, headline)
         return SACREBLEU
-    is_own_choice = headline != (published.score or Score()).headline
-    if is_own_choice or not _is_after_one_split(headline, published):
-        return headline
-    return _bleu_after_one_split(headline, scores)
+    published_headline = (published.score or Score()).headline
+    if headline == published_headline and _counts_split_compounds(headline, published):
+        return _split_bleu(headline, scores)
+    return headline
 
 
-def _has_no_spaces(recipe: Recipe, scores: dict[str, Any]) -> bool:
+def _has_no_spaces(recipe: Recipe, scores: Scores) -> bool:
     """Whether the references have no spaces between words, by their text or their language."""
     if recipe.kind != TRANSLATION:
         return False
@@ -53,23 +57,18 @@ def _has_no_spaces(recipe: Recipe, scores: dict[str, Any]) -> bool:
     return measured or writes_no_spaces(recipe.data.target or "")
 
 
-def _is_after_one_split(headline: str, published: Recipe) -> bool:
+def _counts_split_compounds(headline: str, published: Recipe) -> bool:
     """Whether a recipe's BLEU counts words whose compounds are split once, by the data or by the metric."""
-    if headline == _BLEU_OF_HYPHENS[WHOLE]:
-        return True
     dataset = datasets().get(published.data.recipe)
-    data_splits = dataset is not None and dataset.splits_hyphens
-    return data_splits and headline == _BLEU_OF_HYPHENS[SPLIT]
+    if dataset and dataset.splits_hyphens and headline == _SPLIT_BLEU[SPLIT]:
+        return True
+    return headline == _SPLIT_BLEU[WHOLE]
 
 
-def _bleu_after_one_split(headline: str, scores: dict[str, Any]) -> str:
-    """The BLEU after one compound split, by the hyphens of the run's references.
-
-    For example, a paper's BLEU is compound_split_bleu, whose pipeline splits a-b into a @-@ b. If the
-    tokeniser of the run (`-a`) has split the hyphens of the references, multi_bleu gives the same number.
-    """
+def _split_bleu(headline: str, scores: Scores) -> str:
+    """The BLEU of split compounds for the references' hyphens, which the run's tokeniser may have split."""
     hyphens = str((scores.get("meta", {}).get("hyphens") or {}).get("references"))
-    bleu = _BLEU_OF_HYPHENS.get(hyphens, headline)
+    bleu = _SPLIT_BLEU.get(hyphens, headline)
     if bleu != headline:
         log.warning(
             "the references' hyphens are %s (%s): the BLEU after one compound split is %s, not %s",

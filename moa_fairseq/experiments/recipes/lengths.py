@@ -12,6 +12,7 @@ from moa_fairseq.experiments.recipes.schema import (
     CLASSIFICATION,
     LARGEST,
     MASKED_LM,
+    POSITIONS,
     SKIP,
     TRANSLATION,
     Recipe,
@@ -79,63 +80,66 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
         UserError: for a sentence that is too long; the message names the settings that help, also after the
             training.
     """
-    has_positions = recipe.kind in (TRANSLATION, CLASSIFICATION)
-    limits_of = _limits_of_model if has_positions else _limits_of_lines
-    begins_with_s = recipe.kind == MASKED_LM or getattr(training, "init_token", None) is not None
-    for subset in _subsets(recipe, training):
-        limits = limits_of(recipe, training, subset)
-        if limits is None:
-            continue
-        for lines, most in zip(sentence_sizes(recipe, data, subset), limits.tokens):
-            sizes = lines + int(begins_with_s)
-            too_long = numpy.flatnonzero(sizes > most)
-            if len(too_long):
-                first = too_long[0]
-                raise UserError(
-                    f"{data}: sentence {first + 1:,} of {subset} has {sizes[first]:,} tokens, but the model "
-                    f"reads at most {most:,}; {len(too_long):,} of {len(sizes):,} are too long. Remove them "
-                    f"from the text, or {limits.remedy.format(int(sizes.max()))}."
-                )
+    adds_start = recipe.kind == MASKED_LM or getattr(training, "init_token", None) is not None
+    for subset in _subsets_read_whole(recipe, training):
+        if recipe.kind not in (TRANSLATION, CLASSIFICATION):
+            limits = _line_limits(recipe, training, subset)
+        else:
+            limits = _model_limits(recipe, training, subset)
+        if limits:
+            for sizes, limit in zip(sentence_sizes(recipe, data, subset), limits.tokens):
+                _check_sizes(data, subset, sizes + adds_start, limit, limits.remedy)
+
+
+def _check_sizes(data: Path, subset: str, sizes: numpy.ndarray, limit: int, remedy: str) -> None:
+    """Raise UserError if one of the sizes, [N] int64, exceeds the limit."""
+    too_long = numpy.flatnonzero(sizes > limit)
+    if len(too_long):
+        first = too_long[0]
+        raise UserError(
+            f"{data}: sentence {first + 1:,} of {subset} has {sizes[first]:,} tokens, but the model "
+            f"reads at most {limit:,}; {len(too_long):,} of {len(sizes):,} are too long. Remove them "
+            f"from the text, or {remedy.replace('LONGEST', str(sizes.max()))}."
+        )
 
 
 class _Limits(NamedTuple):
-    """The largest number of tokens of the sentences of a subset.
+    """The largest numbers of tokens of a subset's sentences.
 
     Args:
-        tokens: the limits of source and target; a language model's text has the first.
-        remedy: what to set for longer sentences; "{0}" stands for the number of tokens of the longest.
+        tokens: the limits of source and target, which are equal for a language model.
+        remedy: what to set for longer sentences; LONGEST stands for the number of tokens of the longest.
     """
 
     tokens: tuple[int, int]
     remedy: str
 
 
-def _subsets(recipe: Recipe, training: argparse.Namespace) -> list[str]:
+def _subsets_read_whole(recipe: Recipe, training: argparse.Namespace) -> list[str]:
     """The subsets that training and evaluation read, without those whose sentences are skipped or cut."""
     subsets = [] if recipe.generate and recipe.generate.flags.get(SKIP) else list(recipe.subsets)
     if not recipe.training_flags.get(SKIP):
         subsets.append("valid")
     if getattr(training, "shorten_method", "none") != "none":
         cut = training.shorten_data_split_list.split(",")
-        if cut == [""]:
+        if cut == [""]:  # every subset is cut
             return []
         subsets = [subset for subset in subsets if subset not in cut]
     return list(dict.fromkeys(subsets))
 
 
-def _limits_of_model(recipe: Recipe, training: argparse.Namespace, subset: str) -> _Limits | None:
+def _model_limits(recipe: Recipe, training: argparse.Namespace, subset: str) -> _Limits:
     """The positions of a translation model or a classifier."""
-    names = ["max_source_positions", "max_target_positions"]
-    if recipe.kind == CLASSIFICATION:
-        names = ["max_positions"] * 2
-    source, target = (getattr(training, name, None) or MAX_POSITIONS for name in names)
+    names = POSITIONS if recipe.kind == TRANSLATION else ["max-positions"] * 2
+    source, target = (
+        getattr(training, name.replace("-", "_"), None) or MAX_POSITIONS for name in names
+    )
     if getattr(training, "truncate_source", False):
         source = LARGEST
     settings = []
     for name in dict.fromkeys(names):
-        flag = name.replace("_", "-")
-        section = "train" if flag in recipe.train.flags else "model"
-        settings.append(f"{section}.flags.{flag}={{0}}")
+        section = "train" if name in recipe.train.flags else "model"
+        settings.append(f"{section}.flags.{name}=LONGEST")
     remedy = f"set {' and '.join(settings)} before the training"
     if recipe.generate and subset in recipe.subsets:
         remedy += (
@@ -145,8 +149,8 @@ def _limits_of_model(recipe: Recipe, training: argparse.Namespace, subset: str) 
     return _Limits((source, target), remedy)
 
 
-def _limits_of_lines(recipe: Recipe, training: argparse.Namespace, subset: str) -> _Limits | None:
-    """The block of a language model, if the lines of the subset stay whole."""
+def _line_limits(recipe: Recipe, training: argparse.Namespace, subset: str) -> _Limits | None:
+    """The block of a language model; None if lines of the subset are cut."""
     section = "train"
     flags = recipe.training_flags
     if recipe.score and subset in recipe.subsets:
@@ -155,6 +159,5 @@ def _limits_of_lines(recipe: Recipe, training: argparse.Namespace, subset: str) 
         flags = (flags if recipe.kind == MASKED_LM else {}) | recipe.score.flags
     if flags.get(BREAK_MODE) not in WHOLE_LINES:
         return None
-    block = training.tokens_per_sample
     remedy = f"set {section}.flags.{BREAK_MODE}=none, which cuts lines to fit"
-    return _Limits((block, block), remedy)
+    return _Limits((training.tokens_per_sample, training.tokens_per_sample), remedy)

@@ -5,7 +5,7 @@ import itertools
 import json
 import reprlib
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, Union
 
@@ -17,14 +17,15 @@ from moa_fairseq.errors import UserError, did_you_mean
 from moa_fairseq.experiments.recipes.ending import missing_checkpoints
 from moa_fairseq.experiments.recipes.rules import problems
 from moa_fairseq.experiments.recipes.schema import Recipe
-from moa_fairseq.experiments.records.json_files import read_yaml
+from moa_fairseq.experiments.records.json_files import Values, read_yaml
 from moa_fairseq.files import shipped
 
 T = TypeVar("T")
-# In addition to its own errors, PyYAML passes on any error of a value that does not fit its tag
-# (`!!bool maybe`), and Python's for text that is nested too deeply, and for numbers of some thousand digits.
-_ODD = (yaml.YAMLError, OmegaConfBaseException, ValueError, LookupError, TypeError, AttributeError)
-_NOT_YAML = (*_ODD, RecursionError, OverflowError)
+# PyYAML also passes on any error of a value that does not fit its tag (`!!bool maybe`), and Python's errors
+# for text that is nested too deeply and for numbers of some thousand digits.
+_MISFITS = (ValueError, LookupError, TypeError, AttributeError)
+_TOO_LARGE = (RecursionError, OverflowError)
+_YAML_ERRORS = (yaml.YAMLError, OmegaConfBaseException, *_MISFITS, *_TOO_LARGE)
 # Folders of configs/ without recipes: parts of several recipes, and studies
 _OTHER_FOLDERS = ("parts", "studies")
 # The most files of one recipe: a base that each of n files lists twice would be read 2^n times
@@ -54,91 +55,96 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         UserError: for an invalid recipe; the message names the file and the key.
     """
     path = Path(path)
+    override_layers = _parse_overrides(overrides)
+    layers = [*_file_layers(path), *override_layers]
+    # Such as "mine.yaml", or "mine.yaml with --set train.seed=7"
+    source = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
+    recipe = _from_layers(Recipe, layers, source)
+    if recipe.reproduces:
+        recipe = _with_row(recipe, layers, source)
+    if any("recipe" in (layer.get("data") or ()) for layer in override_layers):
+        recipe.summary += f", on other data ({recipe.data.recipe})"
+    if recipe.experiment != path.stem:
+        quoted = reprlib.repr(recipe.experiment)
+        fail(source, "experiment", f"must be the file's own name, {path.stem!r}, not {quoted}.")
+    for key, problem in itertools.chain(problems(recipe), missing_checkpoints(recipe)):
+        fail(source, key, problem)
+    return recipe
+
+
+def _with_row(recipe: Recipe, layers: Sequence[Values], source: str) -> Recipe:
+    """The recipe that names the row whose values it has, or the recipe itself.
+
+    A row matches if its values change nothing but the printed number. If several rows match, the row with the
+    most values wins, of equal ones the last.
+    """
+    rows = {name: row_overrides(recipe, name, cell=True, source=source) for name in recipe.rows}
+    # Checks the keys and types of every row, also of those that are skipped below
+    every_value = dict.fromkeys(itertools.chain.from_iterable(rows.values()))
+    _merge_layers(Recipe, _parse_overrides(list(every_value)), source)
+    plain = dataclasses.replace(recipe, reproduces=None)
+    for name in sorted(rows, key=lambda name: len(rows[name])):
+        if _surely_differs(recipe.rows[name], plain):
+            continue
+        cell = ["reproduces.value=null", *rows[name], f"reproduces.row={json.dumps(name)}"]
+        variant = _from_layers(Recipe, [*layers, *_parse_overrides(cell)], source)
+        if dataclasses.replace(variant, reproduces=None) == plain:
+            recipe = variant
+    return recipe
+
+
+def _surely_differs(row: Values, recipe: Recipe) -> bool:
+    """Whether a value of the row surely changes the recipe.
+
+    A value of another type may become the same by conversion, and a mapping by merging. Rows that surely
+    differ are not built, because that is slow.
+    """
+    values = dataclasses.asdict(recipe)
+    for key, value in row.items():
+        current: Any = values
+        for name in str(key).split("."):
+            current = current.get(name) if isinstance(current, dict) else None
+        if not isinstance(value, dict) and type(current) is type(value) and current != value:
+            return True
+    return False
+
+
+def _parse_overrides(overrides: Sequence[str]) -> list[Values]:
+    """A mapping for each `section.key=value`: merged into one, a null would vanish under a later value."""
+    mappings = []
     for text in overrides:
         key, equals, _ = text.partition("=")
         if not equals or not all(key.strip().split(".")):
             raise UserError(
                 f"--set {text}: give section.key=value, for example --set train.max_epoch=5."
             )
-    given = _parse_overrides(overrides)
-    layers = [*_file_layers(path), *given]
-    file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
-    recipe = _built(Recipe, layers, file)
-    if recipe.reproduces:
-        recipe = _with_row(recipe, layers, file)
-    if any("recipe" in (each.get("data") or ()) for each in given):
-        recipe.summary += f", on other data ({recipe.data.recipe})"
-    if recipe.experiment != path.stem:
-        quoted = reprlib.repr(recipe.experiment)
-        fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {quoted}.")
-    for key, problem in itertools.chain(problems(recipe), missing_checkpoints(recipe)):
-        fail(file, key, problem)
-    return recipe
-
-
-def _with_row(recipe: Recipe, layers: Sequence[Mapping[str, Any]], file: str) -> Recipe:
-    """The recipe that names the row whose values it has, or the recipe itself.
-
-    A row matches if its values change nothing but the printed number. If several rows match, the row with the
-    most values wins.
-    """
-    row_values = {name: row_overrides(recipe, name, cell=True, file=file) for name in recipe.rows}
-    # Checks the keys and types of every row, also of those that are skipped below
-    every_value = dict.fromkeys(itertools.chain.from_iterable(row_values.values()))
-    _merged(Recipe, _parse_overrides(list(every_value)), file)
-    plain = dataclasses.replace(recipe, reproduces=None)
-    for name, values in sorted(row_values.items(), key=lambda row: len(row[1])):
-        if _differs(recipe.rows[name], plain):
-            continue
-        cell = ["reproduces.value=null", *values, f"reproduces.row={json.dumps(name)}"]
-        variant = _built(Recipe, [*layers, *_parse_overrides(cell)], file)
-        if dataclasses.replace(variant, reproduces=None) == plain:
-            recipe = variant
-    return recipe
-
-
-def _differs(row: Mapping[str, Any], recipe: Recipe) -> bool:
-    """Whether a value of the row surely changes the recipe. Such rows are not built, because that is slow."""
-    values = dataclasses.asdict(recipe)
-    for key, value in row.items():
-        current: Any = values
-        for name in str(key).split("."):
-            current = current.get(name) if isinstance(current, dict) else None
-        is_merged = isinstance(value, dict)
-        if not is_merged and type(current) is type(value) and current != value:
-            return True
-    return False
-
-
-def _parse_overrides(overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """A mapping for each `section.key=value`: merged into one, a null would vanish under a later value."""
-    mappings = []
-    for text in overrides:
         try:
             mapping: Any = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
-        except _NOT_YAML as error:
+        except _YAML_ERRORS as error:
             raise UserError(f"--set {text[:300]} is not valid YAML.") from error
         mappings.append(dict(mapping))
     return mappings
 
 
-def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--row") -> list[str]:
+def row_overrides(
+    recipe: Recipe, name: str, cell: bool = False, source: str = "--row"
+) -> list[str]:
     """The `section.key=value` strings that select one of a recipe's `rows`.
 
     Args:
         recipe: the recipe of the file.
         name: the name of the row.
         cell: True to include the values of `reproduces`, which identify the printed number.
-        file: the file of the recipe, for the error.
+        source: the source of the recipe, for the error.
 
     Raises:
         UserError: for an unknown row, and for a row that is not a mapping.
     """
     if name not in recipe.rows:
-        fail(file, name, f"{recipe.experiment} has no such row{did_you_mean(name, recipe.rows)}.")
+        fail(source, name, f"{recipe.experiment} has no such row{did_you_mean(name, recipe.rows)}.")
     values = recipe.rows[name]
     if not isinstance(values, dict) or not values.keys() - {"reproduces.value"}:
-        fail(file, f"rows.{name}", "must be a mapping of section.key to the values that differ.")
+        fail(source, f"rows.{name}", "must be a mapping of section.key to the values that differ.")
     overrides = []
     for key, value in values.items():
         if cell or not str(key).startswith("reproduces."):
@@ -146,22 +152,15 @@ def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--
     return overrides
 
 
-def _file_layers(path: Path) -> list[dict[str, Any]]:
+def _file_layers(path: Path) -> list[Values]:
     """The mappings of a recipe file's bases, the lowest first, and of the file itself."""
     layers = []  # highest first
     pending = [(path, [path.resolve()])]  # files, each with the bases that lead to it
     while pending:
         file, chain = pending.pop()
-        mapping = read_mapping(file, "recipe")
-        bases = mapping.pop("base", [])
-        if len(chain) > 1:  # the rows of a base are not inherited
-            mapping.pop("rows", None)
-        if mapping.get("experiment") is None:  # so that the name of a base does not replace it
-            mapping["experiment"] = file.stem
-        if bases:  # the summaries of bases describe other experiments
-            mapping.setdefault("summary", file.stem.replace("_", " "))
-        layers.append(mapping)
-        for name in bases if isinstance(bases, list) else [bases]:
+        layer, bases = _read_layer(file, is_base=len(chain) > 1)
+        layers.append(layer)
+        for name in bases:
             base = _find_base(name, file)
             if base.resolve() in chain:
                 fail(str(file), "base", f"{base} is built on this file itself.")
@@ -170,6 +169,19 @@ def _file_layers(path: Path) -> list[dict[str, Any]]:
                 problem = f"makes a recipe of more than {MOST_LAYERS} files: merge some of them."
                 fail(str(file), "base", problem)
     return layers[::-1]
+
+
+def _read_layer(file: Path, is_base: bool) -> tuple[Values, list[Any]]:
+    """The mapping of a recipe file, and its bases as they are written."""
+    mapping = read_mapping(file, "recipe")
+    bases = mapping.pop("base", [])
+    if is_base:  # its rows are not inherited
+        mapping.pop("rows", None)
+    if mapping.get("experiment") is None:  # so that the name of a base does not replace it
+        mapping["experiment"] = file.stem
+    if bases:  # the summaries of bases describe other experiments
+        mapping.setdefault("summary", file.stem.replace("_", " "))
+    return mapping, bases if isinstance(bases, list) else [bases]
 
 
 def _find_base(name: Any, file: Path) -> Path:
@@ -199,79 +211,77 @@ def find_recipe(path: Path, folder: Path = Path()) -> Path:
         path: the path as the user wrote it.
         folder: the folder to which a relative path is relative.
     """
-    near = folder / path
-    if near.is_file() or path.suffix not in ("", ".yaml"):
-        return near
+    given = folder / path
+    if given.is_file() or path.suffix not in ("", ".yaml"):
+        return given
     configs = shipped("configs")
-    within = configs / path
-    if within.is_file():
-        return within
-    recipe_file = shipped_recipes().get(path.stem, near)
-    bare = path.parent in (Path(), Path("configs"), Path("configs", recipe_file.parent.name))
-    if bare or near.parent.resolve() == configs:
-        return recipe_file
-    return near
+    if (configs / path).is_file():
+        return configs / path
+    recipe_file = shipped_recipes().get(path.stem, given)
+    is_name = path.parent in (Path(), Path("configs"), Path("configs", recipe_file.parent.name))
+    return recipe_file if is_name or given.parent.resolve() == configs else given
 
 
-def build(cls: type[T], mapping: Any, file: str, prefix: str = "") -> T:
+def build(cls: type[T], mapping: Any, source: str, key: str = "") -> T:
     """Make a dataclass from a mapping, with conversion to the types of its fields.
 
     Args:
         cls: a dataclass of `schema`.
         mapping: name of a field → value from YAML.
-        file: the file of the mapping, for the error.
-        prefix: the dotted key of the mapping, for the error.
+        source: the file of the mapping, for the error.
+        key: the dotted key of the mapping, for the error.
 
     Raises:
         UserError: for unknown, missing or ill-typed keys.
     """
     if not isinstance(mapping, dict):
-        fail(
-            file,
-            prefix or "the file",
-            f"must be a mapping of keys to values, not {reprlib.repr(mapping)}.",
-        )
-    return _built(cls, [mapping], file, f"{prefix}." if prefix else "")
+        quoted = reprlib.repr(mapping)
+        fail(source, key or "the file", f"must be a mapping of keys to values, not {quoted}.")
+    return _from_layers(cls, [mapping], source, f"{key}." if key else "")
 
 
-def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: str = "") -> T:
-    """A dataclass with the values of several mappings. Later mappings replace earlier ones; see `build`."""
-    config = _merged(cls, layers, file, dot)
+def _from_layers(cls: type[T], layers: Sequence[Values], source: str, prefix: str = "") -> T:
+    """A dataclass with the values of several mappings, of which later ones replace earlier ones.
+
+    `prefix` is the mappings' dotted key and a dot, or "". Errors: see `build`.
+    """
+    config = _merge_layers(cls, layers, source, prefix)
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
-        fail(file, f"{dot}{missing[0]}", "is missing.")
+        fail(source, f"{prefix}{missing[0]}", "is missing.")
     plain = OmegaConf.to_container(config, resolve=False, structured_config_mode=SCMode.DICT)
-    return _objects(cls, plain)
+    return _to_dataclass(cls, plain)
 
 
-def _merged(cls: type, layers: Sequence[Mapping[str, Any]], file: str, dot: str = "") -> Any:
-    """The same as a dataclass of OmegaConf, which may lack values."""
+def _merge_layers(cls: type, layers: Sequence[Values], source: str, prefix: str = "") -> Any:
+    """The mappings as OmegaConf's form of a dataclass, which may lack values; see `_from_layers`."""
     config = OmegaConf.structured(cls)
     OmegaConf.set_readonly(config, False)
     for layer in layers:
         for key, value in layer.items():  # one by one, so that an error has its key
-            _merge(config, cls, key, value, file, dot)
+            _merge_value(config, cls, key, value, source, prefix)
     return config
 
 
-def _merge(config: Any, cls: type, key: str, value: Any, file: str, dot: str) -> None:
-    """Put a value into a dataclass of OmegaConf. Raise UserError for an unknown key or an unusable value."""
-    location = f"{dot}{key}"[:100]
+def _merge_value(config: Any, cls: type, key: str, value: Any, source: str, prefix: str) -> None:
+    """Merge one value. Raise UserError for an unknown key or an unusable value."""
+    location = f"{prefix}{key}"
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
         text.encode()  # a lone surrogate is an error
         if "${" in text:
-            fail(file, location, "`${...}` is not expanded: write the value itself.")
+            fail(source, location, "`${...}` is not expanded: write the value itself.")
         config.merge_with({key: value})
     except ConfigKeyError as error:
         choices = typing.get_type_hints(error.object_type or cls)
         problem = f"unknown key{near_or_all(str(error.key)[:100], choices)}."
-        fail(file, f"{dot}{error.full_key}", problem)
+        fail(source, f"{prefix}{error.full_key}", problem)
     except OmegaConfBaseException as error:
-        name = f"{dot}{error.full_key}" if error.full_key else location
-        fail(file, name, _expectation(error, cls) + str(error.msg).partition("\n")[0][:200])
-    except _NOT_YAML as error:
-        fail(file, location, f"has an unusable value: {str(error).partition(chr(10))[0][:200]}.")
+        location = f"{prefix}{error.full_key}" if error.full_key else location
+        fail(source, location, _expectation(error, cls) + str(error.msg).partition("\n")[0][:200])
+    except _YAML_ERRORS as error:
+        reason = str(error).partition("\n")[0][:200]
+        fail(source, location, f"has an unusable value: {reason}.")
 
 
 def _expectation(error: OmegaConfBaseException, cls: Any) -> str:
@@ -288,14 +298,14 @@ def _expectation(error: OmegaConfBaseException, cls: Any) -> str:
     return ""
 
 
-def _objects(kind: Any, value: Any) -> Any:
-    """The dataclasses that plain values represent."""
+def _to_dataclass(kind: Any, value: Any) -> Any:
+    """A mapping as the dataclass that its type says, also inside; any other value as it is."""
     if typing.get_origin(kind) is Union:
         kind = typing.get_args(kind)[0]
     if value is None or not dataclasses.is_dataclass(kind):
         return value
     types = typing.get_type_hints(kind)
-    return kind(**{name: _objects(types[name], inner) for name, inner in value.items()})  # type: ignore[operator]
+    return kind(**{name: _to_dataclass(types[name], inner) for name, inner in value.items()})  # type: ignore[operator]
 
 
 def near_or_all(name: str, choices: Collection[str]) -> str:
@@ -303,7 +313,7 @@ def near_or_all(name: str, choices: Collection[str]) -> str:
     return did_you_mean(name, choices) or f" (known: {', '.join(sorted(choices))[:300]})"
 
 
-def read_mapping(path: Path, kind: str) -> dict[str, Any]:
+def read_mapping(path: Path, kind: str) -> Values:
     """The mapping in a YAML file.
 
     Args:
@@ -328,15 +338,17 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
     return mapping
 
 
-def fail(file: str, key: str, problem: str) -> NoReturn:
-    """Raise the UserError for one key of one file.
+def fail(source: str, key: str, problem: str) -> NoReturn:
+    """Raise the UserError for one key.
 
     Args:
-        file: the file that was read.
+        source: the file that was read, or the flag.
         key: the dotted key.
         problem: the rest of the message.
 
     Raises:
         UserError: always.
     """
-    raise UserError(f"{file}: {key if len(key) <= 100 else key[:97] + '...'}: {problem}")
+    if len(key) > 100:
+        key = f"{key[:97]}..."
+    raise UserError(f"{source}: {key}: {problem}")

@@ -8,18 +8,17 @@ Bytes per parameter, with Adam's 8 (other optimizers: OPTIMIZER_BYTES):
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
 from moa_fairseq.experiments.recipes.schema import Recipe
+from moa_fairseq.experiments.records.json_files import Values
 
 # Per parameter; other optimizers have Adam's 8
 OPTIMIZER_BYTES = {"nag": 4, "sgd": 4, "adagrad": 4}
 
 
-def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> int:
+def parameter_bytes(flags: Values, precision: str, devices: int) -> int:
     """Bytes per parameter that training keeps on each device.
 
     Args:
@@ -27,19 +26,24 @@ def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> i
         precision: see `precision_name`.
         devices: the number of devices that train together.
     """
-    half = precision in ("fp16", "bf16")
-    efficient = flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")
-    weight = 2 if half else 4
-    adam = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
-    per_parameter = 2 * weight + adam + 2 * (precision == "amp")
-    if half and not efficient:
-        per_parameter += 8
+    is_half = precision in ("fp16", "bf16")
+    weight = gradient = 2 if is_half else 4
+    optimizer = _optimizer_bytes(flags)
+    bytes_each = weight + gradient + optimizer
+    if precision == "amp":
+        bytes_each += 2  # the weight in half precision
+    if is_half and not (flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")):
+        bytes_each += 8  # the weight and its gradient in fp32
     if flags.get("ddp-backend") == "fully_sharded":
-        return -(-per_parameter // devices)
-    sharded = 0
+        return math.ceil(bytes_each / devices)
     if flags.get("zero-sharding") == "os":
-        sharded = adam - adam // devices
-    return per_parameter - sharded + (weight if devices > 1 else 0)
+        bytes_each -= optimizer - optimizer // devices
+    return bytes_each + (gradient if devices > 1 else 0)
+
+
+def _optimizer_bytes(flags: Values) -> int:
+    """Bytes of the optimizer's state per parameter; most have Adam's two numbers in fp32."""
+    return OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
 
 
 def disk(
@@ -70,8 +74,7 @@ def disk(
             weights += values.numel() * values.element_size()
     size = weights * (2 if flags.get("store-ema") else 1)
     if not flags.get("no-save-optimizer-state"):
-        per_parameter = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
-        size += per_parameter * sum(map(nn.Parameter.numel, parameters.values()))
+        size += _optimizer_bytes(flags) * sum(map(nn.Parameter.numel, parameters.values()))
     checkpoints = _number_of_checkpoints(recipe, updates, epochs)
     if checkpoints == math.inf:
         return {"checkpoint": size, "files": None, "total": None}

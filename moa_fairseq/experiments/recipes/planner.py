@@ -8,7 +8,6 @@ batch, and what a batch of train.max_tokens adds.
 import dataclasses
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from fairseq.models import ARCH_MODEL_REGISTRY
 
@@ -16,7 +15,7 @@ from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.recipes.batch import (
     BatchPlan,
     CorpusSize,
-    fit,
+    fit_devices,
     plan_batch,
     planned_updates,
 )
@@ -24,9 +23,9 @@ from moa_fairseq.experiments.recipes.hardware import (
     DEVICES,
     Hardware,
     device_kind,
-    precision_name,
 )
 from moa_fairseq.experiments.recipes.memory import disk, parameter_bytes
+from moa_fairseq.experiments.recipes.precision import precision_name
 from moa_fairseq.experiments.recipes.schema import MASKED_LM, Recipe
 from moa_fairseq.experiments.recipes.speeds import (
     RecordedSpeed,
@@ -35,6 +34,7 @@ from moa_fairseq.experiments.recipes.speeds import (
     read_speeds,
 )
 from moa_fairseq.experiments.recipes.workload import Workload, workload
+from moa_fairseq.experiments.records.json_files import Values
 from moa_fairseq.experiments.scoring.complexity import Cost, count
 from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.experiments.tables import Column, Table, terminal_width
@@ -43,7 +43,7 @@ CUDA_BYTES = 1_000_000_000  # assumed size of CUDA's context and libraries
 USABLE = 0.9  # fraction of a device's memory: the rest is lost between blocks
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MachinePlan:
     """The part of the plan that depends on the hardware. What is unknown is None.
 
@@ -73,15 +73,15 @@ class MachinePlan:
     tokens_per_update: int
     memory: int
     batch_memory: int
-    fits: bool | None = None
-    most_tokens: int | None = None
+    fits: bool | None
+    most_tokens: int | None
     disk: dict[str, int | None]
-    speed_origin: str | None = None
-    speed_assumptions: list[str] = dataclasses.field(default_factory=list)
-    updates_per_epoch: int | None = None
-    updates: int | None = None
-    target_tokens: int | None = None
-    hours: list[float] | None = None
+    speed_origin: str | None
+    speed_assumptions: list[str]
+    updates_per_epoch: int | None
+    updates: int | None
+    target_tokens: int | None
+    hours: list[float] | None
 
     @property
     def devices(self) -> str:
@@ -90,7 +90,7 @@ class MachinePlan:
 
     def row(self) -> dict[str, str]:
         """The machine's row of the table: heading → cell."""
-        ends = dict.fromkeys(self.hours or [])
+        shortest_and_longest = dict.fromkeys(self.hours or [])
         return {
             "devices": self.devices,
             "precision": self.precision,
@@ -100,7 +100,7 @@ class MachinePlan:
             "batch": _gigabytes(self.batch_memory) + ("!" if self.fits is False else ""),
             "fits": _number(_two_digits(self.most_tokens)),
             "disk, GB": _gigabytes(self.disk["total"]),
-            "hours": " to ".join(f"{end:,g}" for end in ends) or "?",
+            "hours": " to ".join(f"{hours:,g}" for hours in shortest_and_longest) or "?",
         }
 
 
@@ -126,21 +126,22 @@ class Plan:
     corpus: CorpusSize | None
     hardware: list[MachinePlan]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Values:
         """The plan as plain data, for JSON."""
         return dataclasses.asdict(self)
 
     def text(self) -> str:
         """The plan as a table for people."""
         corpus = self.corpus
-        if corpus is None:
-            size = "of unknown size: give --data a folder made by fairseq-preprocess for updates and hours"
-        else:
+        training_set = (
+            "of unknown size: give --data a folder made by fairseq-preprocess for updates and hours"
+        )
+        if corpus:
             tokens = f"{corpus.source_tokens:,} source and {corpus.target_tokens:,} target tokens"
-            size = f"{corpus.name}: {tokens}, {corpus.vocabulary:,} symbols; {corpus.origin}"
+            vocabulary = f"{corpus.vocabulary:,} symbols"
+            training_set = f"{corpus.name}: {tokens}, {vocabulary}; {corpus.origin}"
         source, target = self.mean_lengths
-        sentences = f"({source} source, {target} target)"
-        macs = f"{self.macs_per_target_token:,} per target token, forward {sentences}"
+        macs = f"{self.macs_per_target_token:,} per target token, forward ({source} source, {target} target)"
         if self.not_counted:
             macs += f"; not those of {', '.join(self.not_counted)}"
         checkpoint = _gigabytes(self.hardware[0].disk["checkpoint"])
@@ -148,7 +149,7 @@ class Plan:
             [
                 f"parameters    {self.parameters:,}",
                 f"MACs          {macs}",
-                f"training set  {size}",
+                f"training set  {training_set}",
                 self._table(),
                 *self._notes(),
                 f"A checkpoint has {checkpoint} GB.",
@@ -167,17 +168,17 @@ class Plan:
         unknown = "speed unknown: --stage train --record measures it"
         origins = [machine.speed_origin or unknown for machine in self.hardware]
         assumptions = []
-        left_out: dict[str, list[str]] = {}
+        left_out: dict[str, list[str]] = {}  # reason → machines
         for machine in self.hardware:
             assumptions += [f"assumed: {each}" for each in machine.speed_assumptions]
             if machine.left_out:
                 left_out.setdefault(machine.left_out, []).append(machine.devices)
         notes = [*dict.fromkeys(origins + assumptions)]
         notes += [f"{', '.join(devices)}: {reason}" for reason, devices in left_out.items()]
-        notes.append(
-            "GB: on each device, at rest, and what a batch of train.max_tokens adds, about."
-        )
-        notes.append("fits: about the largest train.max_tokens that does.")
+        notes += [
+            "GB: on each device, at rest, and what a batch of train.max_tokens adds, about.",
+            "fits: about the largest train.max_tokens that does.",
+        ]
         if any(machine.fits is False for machine in self.hardware):
             notes.append("! does not fit: lower train.max_tokens.")
         return notes
@@ -197,7 +198,7 @@ def plan(recipe: Recipe, data: Path | None, machines: list[Hardware], results: P
     """
     data = data if data and is_binarised(data) else None
     work = workload(recipe, data)
-    speeds = [speed for speed in read_speeds(results) if _is_of(speed, recipe, work)]
+    speeds = [speed for speed in read_speeds(results) if _matches(speed, recipe, work)]
     return Plan(
         experiment=recipe.experiment,
         parameters=work.cost.total_parameters,
@@ -217,50 +218,55 @@ def _plan_for(
     speeds: list[RecordedSpeed],
 ) -> MachinePlan:
     """The plan of a training on one machine, by the recorded speeds of its model."""
-    count = machine.devices
-    recipe, machine, left_out = fit(recipe, machine, data)
+    requested = machine.devices
+    recipe, machine, left_out = fit_devices(recipe, machine, data)
     batch = plan_batch(recipe.train, machine.devices)
     kind = device_kind(machine.name) if machine.gpus else "CPU"
     precision = precision_name(recipe.train.precision, machine, recipe.model)
+    speed: RecordedSpeed | RoughSpeed | None = nearest_speed(speeds, kind, precision, batch.devices)
     per_parameter = parameter_bytes(recipe.training_flags, precision, machine.devices)
     at_rest = work.cost.total_parameters * per_parameter + (CUDA_BYTES if machine.gpus else 0)
     per_token = work.batch_bytes(precision, recipe.kind == MASKED_LM)
+    batch_memory = round(per_token * batch.max_tokens)
+    fits = most_tokens = None
+    if device := DEVICES.get(kind):
+        usable = USABLE * device.memory
+        fits = at_rest + batch_memory <= usable
+        most_tokens = max(0, int((usable - at_rest) / per_token))
+        peak = device.peak_single if precision == "fp32" else device.peak_half
+        speed = speed or RoughSpeed(work, peak)
     updates = planned_updates(recipe.train, batch, work.size)
-    per_epoch = work.size.updates_per_epoch(batch) if work.size else None
-    epochs = updates // per_epoch if updates and per_epoch else None
-    planned = MachinePlan(
+    per_epoch = epochs = tokens = hours = None
+    if work.size:
+        per_epoch = work.size.updates_per_epoch(batch)
+        if updates and per_epoch:
+            epochs = updates // per_epoch
+            tokens = updates / per_epoch * work.size.target_tokens
+    if speed and updates and tokens:
+        seconds = speed.seconds(batch, updates, tokens)
+        hours = [float(f"{end / 3600:.{speed.digits}g}") for end in seconds]
+    return MachinePlan(
         device=kind,
-        count=count,
+        count=requested,
         precision=precision,
         left_out=left_out,
         batch=batch,
         tokens_per_update=batch.effective,
         memory=at_rest,
-        batch_memory=round(per_token * batch.max_tokens),
+        batch_memory=batch_memory,
+        fits=fits,
+        most_tokens=most_tokens,
         disk=disk(recipe, work.model, machine.gpus > 0, updates, epochs),
+        speed_origin=speed.origin() if speed else None,
+        speed_assumptions=speed.assumptions(kind, batch) if speed else [],
         updates_per_epoch=per_epoch,
+        updates=None if tokens is None else updates,
+        target_tokens=None if tokens is None else round(tokens),
+        hours=hours,
     )
-    speed: RecordedSpeed | RoughSpeed | None = nearest_speed(speeds, kind, precision, batch.devices)
-    if device := DEVICES.get(kind):
-        usable = USABLE * device.memory
-        planned.fits = at_rest + planned.batch_memory <= usable
-        planned.most_tokens = max(0, int((usable - at_rest) / per_token))
-        peak = device.peak_single if precision == "fp32" else device.peak_half
-        speed = speed or RoughSpeed(work, peak)
-    if speed:
-        planned.speed_origin = speed.origin()
-        planned.speed_assumptions = speed.assumptions(kind, batch)
-    if work.size and updates and per_epoch:
-        tokens = updates / per_epoch * work.size.target_tokens
-        planned.updates = updates
-        planned.target_tokens = round(tokens)
-        if speed:
-            ends = speed.seconds(batch, updates, tokens)
-            planned.hours = [float(f"{end / 3600:.{speed.digits}g}") for end in ends]
-    return planned
 
 
-def _is_of(speed: RecordedSpeed, recipe: Recipe, work: Workload) -> bool:
+def _matches(speed: RecordedSpeed, recipe: Recipe, work: Workload) -> bool:
     """Whether a recorded speed is of this experiment, or of an architecture of the same sizes."""
     if speed.experiment == recipe.experiment:
         return True
@@ -274,12 +280,12 @@ def _is_of(speed: RecordedSpeed, recipe: Recipe, work: Workload) -> bool:
 
 
 @cache
-def _sizes_of(arch: str, vocabulary: int, lengths: tuple[int, int]) -> dict[str, Any]:
+def _sizes_of(arch: str, vocabulary: int, lengths: tuple[int, int]) -> Values:
     """The sizes of an architecture with a vocabulary."""
     return _sizes(count(build_meta_model(arch, vocabulary), *lengths))
 
 
-def _sizes(cost: Cost) -> dict[str, Any]:
+def _sizes(cost: Cost) -> Values:
     """Parameters and MACs, without the parameters of embeddings, which two models may share or not."""
     parameters = dict(cost.parameters)
     for part in ("embedding", "output"):

@@ -5,10 +5,9 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from moa_fairseq.experiments.make import made_by_of, read_step_records
-from moa_fairseq.experiments.recipes.claim import data_differences, differences, settings_made
+from moa_fairseq.experiments.recipes.claim import data_differences, differences, finished_settings
 from moa_fairseq.experiments.recipes.headline import headline_of
 from moa_fairseq.experiments.recipes.run import Run
 from moa_fairseq.experiments.recipes.schema import Recipe, Score
@@ -24,7 +23,9 @@ from moa_fairseq.experiments.records.json_files import (
 from moa_fairseq.experiments.records.provenance import combined
 from moa_fairseq.experiments.scoring.zero_shot import result_in
 
-_MAKER = ("data", "versions", "commit", "date", "command")
+_PROVENANCE = ("data", "versions", "commit", "date", "command")
+# Keys that result.json has only with a value
+_OPTIONAL = ("row", "differences", "zero_shot", LEFT_OUT, "updated_parameters")
 log = logging.getLogger(__name__)
 
 
@@ -74,17 +75,16 @@ def record(run: Run, started: float) -> Path | None:
     values = _values(run, summary, records, scores)
     result = folder / "result.json"
     write_json(result, values)
-    cell = values["reproduces"]
-    paper = cell["value"] if cell and is_number(cell["value"]) else None
-    story = describe(values["headline"], scores, paper)
-    log.info("%s: %s (%.0f s)", result, story, time.time() - started)
+    paper = (values["reproduces"] or {}).get("value")
+    summary_line = describe(values["headline"], scores, paper if is_number(paper) else None)
+    log.info("%s: %s (%.0f s)", result, summary_line, time.time() - started)
     return result
 
 
 def _values(
     run: Run,
     summary: Values,
-    records: Mapping[str, Any],
+    records: Values,
     scores: Mapping[str, Values],
 ) -> Values:
     """The content of result.json.
@@ -97,54 +97,52 @@ def _values(
     """
     recipe = run.recipe
     subset = recipe.subsets[0]
-    trained = _training_facts(records)
-    finished = settings_made(run.folder, recipe)
+    trained = records.get("train", {}).get("facts") or {}
+    finished = finished_settings(run.folder, recipe)
     left_out = _left_out(records, scores)
     headline = headline_of(recipe, run.options.published_recipe or recipe, scores[subset])
     deviations = _differences_from_the_row(run, finished, headline, left_out)
-    cell = None
+    reproduced = None
     if recipe.reproduces and run.options.published_recipe and not deviations:
-        cell = dataclasses.asdict(recipe.reproduces)
-    metrics = {name: flat_metrics(of_subset) for name, of_subset in scores.items()}
+        reproduced = dataclasses.asdict(recipe.reproduces)
+    other_metrics = {name: flat_metrics(of_subset) for name, of_subset in scores.items()}
+    metrics = other_metrics.pop(subset)
     if "valid_ppl" in summary:
-        metrics[subset]["valid_ppl"] = summary.pop("valid_ppl")
+        metrics["valid_ppl"] = summary["valid_ppl"]
     accuracies, zero_shot = result_in(run.folder, run.model_path)
     beam = selected(finished["evaluation"], ("beam", "lenpen"))
     values: Values = {
         "experiment": recipe.experiment,
-        "reproduces": cell,
-        "row": recipe.row if cell else None,
+        "reproduces": reproduced,
+        "row": recipe.row if reproduced else None,
         "differences": deviations,
         "headline": headline if recipe.score else None,
-        "metrics": metrics.pop(subset) | accuracies,
+        "metrics": metrics | accuracies,
         "zero_shot": zero_shot,
         "subset": subset,
         LEFT_OUT: left_out,
-        "other_subsets": metrics,
+        "other_subsets": other_metrics,
         "parameters": trained.get("parameters"),
         "updated_parameters": 0 if recipe.finetune == "noft" else trained.get("updated"),
-    }
-    values |= summary
-    values |= {
+        "updates": summary["updates"],
+        "epochs": summary["epochs"],
+        "train_seconds": summary["train_seconds"],
+        "tokens_per_second": summary["tokens_per_second"],
         "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
         "checkpoints_averaged": finished["averaged"],
         "generation": beam if recipe.generate else None,
         "evaluation": scores[subset].get("meta", {}).get("evaluation"),
         "seed": recipe.train.seed,
     }
-    values |= selected(_made_by(run, trained), ("hardware", *_MAKER))
+    values |= selected(_made_by(run, trained), ("hardware", *_PROVENANCE))
     values["commits"] = _commits(run, records)
-    for key in ("row", "differences", "zero_shot", LEFT_OUT, "updated_parameters"):
+    for key in _OPTIONAL:
         if values[key] in (None, "", [], {}):
             del values[key]
     return values
 
 
-def _training_facts(records: Mapping[str, Any]) -> Values:
-    return records.get("train", {}).get("facts") or {}
-
-
-def _made_by(run: Run, trained: Mapping[str, Any]) -> Values:
+def _made_by(run: Run, trained: Values) -> Values:
     """The provenance of a run; an earlier version recorded the hardware among the facts of the training."""
     made_by = maker(run.folder, run.recipe)
     made_by.setdefault("hardware", trained.get("hardware"))
@@ -160,7 +158,7 @@ def _score_files(run: Run) -> dict[str, Path]:
     return outputs
 
 
-def _commits(run: Run, records: Mapping[str, Any]) -> dict[str, str | None]:
+def _commits(run: Run, records: Values) -> dict[str, str | None]:
     """Step → the commit that made it."""
     commits = {}
     for step in steps(run):
@@ -169,7 +167,7 @@ def _commits(run: Run, records: Mapping[str, Any]) -> dict[str, str | None]:
     return commits
 
 
-def _left_out(records: Mapping[str, Any], subsets: Iterable[str]) -> dict[str, int]:
+def _left_out(records: Values, subsets: Iterable[str]) -> dict[str, int]:
     """Subset → number of its sentences that were not translated, where that is known."""
     numbers = {}
     for subset in subsets:
@@ -179,28 +177,31 @@ def _left_out(records: Mapping[str, Any], subsets: Iterable[str]) -> dict[str, i
     return numbers
 
 
-def _record_speed(run: Run, summary: Mapping[str, Any], records: Mapping[str, Any]) -> None:
+def _record_speed(run: Run, summary: Values, records: Values) -> None:
     """Write the speed of a training to the file of --record."""
     from moa_fairseq.experiments.recipes.workload import workload
 
     assert run.options.record
     work = workload(run.recipe, run.prepared.folder)
-    trained = _training_facts(records)
+    trained = records.get("train", {}).get("facts") or {}
     made_by = _made_by(run, trained)
     row: Values = {"experiment": run.recipe.experiment}
     row |= selected(made_by, ("hardware", "precision"))
-    row["tokens_per_second"] = summary["tokens_per_second"]
-    row["macs_per_target_token"] = round(work.macs_per_target_token)
-    row["parameters"] = trained.get("parameters")
-    row |= selected(made_by, ("max_tokens", "update_freq"))
-    row["updates"] = summary["updates"]
-    row |= selected(made_by, _MAKER)
+    row |= {
+        "tokens_per_second": summary["tokens_per_second"],
+        "macs_per_target_token": round(work.macs_per_target_token),
+        "parameters": trained.get("parameters"),
+        "max_tokens": made_by.get("max_tokens"),
+        "update_freq": made_by.get("update_freq"),
+        "updates": summary["updates"],
+    }
+    row |= selected(made_by, _PROVENANCE)
     write_json(run.options.record, row)
     log.info("speed recorded as %s", run.options.record)
 
 
 def _differences_from_the_row(
-    run: Run, finished: Mapping[str, Any], headline: str, left_out: Mapping[str, int]
+    run: Run, finished: Values, headline: str, left_out: Mapping[str, int]
 ) -> list[str]:
     """Differences between a finished run and its recipe's row; [] for a recipe that reproduces none."""
     recipe = run.recipe

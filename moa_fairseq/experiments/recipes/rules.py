@@ -39,18 +39,18 @@ _SCORED = {
 }
 # Forbidden in all sections: recipes are shared, and their users expect them to write only the run folder.
 REFUSED = (
-    *("post-save-script", "use-plasma-view", "plasma-path"),
-    *("log-file", "results-path", "save-predictions", "checkpoint-suffix", "aim-repo"),
-)
-# Flags that the runner sets itself, and the key to use instead.
-OWN = (
-    *("user-dir", "save-dir", "destdir", "path", "gen-subset", "subset", "data", "json"),
-    "masked-lm",
-    *("classifier", "cpu", "log-format", "no-progress-bar", "update-freq", "fp16", "bf16", "amp"),
-    *("device-id", "joined-dictionary", "source-lang", "target-lang"),
-    *("distributed-world-size", "distributed-rank", "distributed-init-method", "distributed-port"),
-    *("distributed-no-spawn", "distributed-num-procs"),
-)
+    "post-save-script", "use-plasma-view", "plasma-path", "log-file", "results-path",
+    "save-predictions", "checkpoint-suffix", "aim-repo",
+)  # fmt: skip
+# Flags that the runner sets itself
+SET_BY_RUNNER = (
+    "user-dir", "save-dir", "destdir", "path", "gen-subset", "subset", "data", "json", "masked-lm",
+    "classifier", "cpu", "log-format", "no-progress-bar", "update-freq", "fp16", "bf16", "amp",
+    "device-id", "joined-dictionary", "source-lang", "target-lang", "distributed-world-size",
+    "distributed-rank", "distributed-init-method", "distributed-port", "distributed-no-spawn",
+    "distributed-num-procs",
+)  # fmt: skip
+# What to do in place of setting such a flag
 _INSTEAD = dict.fromkeys(("fp16", "bf16", "amp"), "set train.precision") | {
     "update-freq": "it follows from train.effective_batch_tokens",
     "gen-subset": "set generate.subsets",
@@ -64,34 +64,35 @@ _OWNERS: dict[str, tuple[Any, ...]] = {
 }
 # With these flags an evaluation reads only a part of the subset, or of its sentences. A translation may have
 # the first flag: its result gives the number of skipped sentences.
-PARTIAL = (SKIP, "num-shards", "shard-id", "shorten-method")
+PARTIAL_EVALUATION = (SKIP, "num-shards", "shard-id", "shorten-method")
 FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 FILE_NAME = re.compile(r"\w[\w.-]*")  # a part of file names: a language, a subset
 Problems = Iterator[tuple[str, str]]
 # Flags of fairseq-train with which no run could resume: they act at every start, or leave out checkpoints.
-_ONCE = "fairseq would repeat it at every start and lose the training"
-_FROM = (
-    "to start from the weights of a model, set train.flags.finetune-from-model, which does so once"
+_REPEATED = (
+    "fairseq would repeat it at every start and lose the training; to start from the weights of a model, set "
+    "train.flags.finetune-from-model, which does so once"
 )
-_NOTHING = "a run resumes from its last checkpoint and evaluates saved checkpoints"
-CANNOT_GO_ON = {
-    "restore-file": f"{_ONCE}; {_FROM}",
-    "reset-optimizer": f"{_ONCE}; {_FROM}, with a new optimizer",
-    "reset-lr-scheduler": f"{_ONCE}; {_FROM}, with a new schedule",
-    "reset-meters": f"{_ONCE}; {_FROM}",
-    "reset-dataloader": f"{_ONCE}; {_FROM}, and with the first epoch",
+_NEEDS_CHECKPOINTS = "a run resumes from its last checkpoint and evaluates saved checkpoints"
+_FEWER_FILES = f"{_NEEDS_CHECKPOINTS}; for fewer files set train.flags.no-epoch-checkpoints"
+PREVENTS_RESUMING = {
+    "restore-file": _REPEATED,
+    "reset-optimizer": f"{_REPEATED}, with a new optimizer",
+    "reset-lr-scheduler": f"{_REPEATED}, with a new schedule",
+    "reset-meters": _REPEATED,
+    "reset-dataloader": f"{_REPEATED}, and with the first epoch",
     "optimizer-overrides": "an interrupted run would train differently from an uninterrupted run; set the "
     "values themselves, such as train.flags.lr",
-    "no-save": f"{_NOTHING}; for fewer files set train.flags.no-epoch-checkpoints",
-    "no-last-checkpoints": f"{_NOTHING}; for fewer files set train.flags.no-epoch-checkpoints",
-    "use-sharded-state": f"{_NOTHING} in one file; without the flag, fairseq gathers the shards",
+    "no-save": _FEWER_FILES,
+    "no-last-checkpoints": _FEWER_FILES,
+    "use-sharded-state": f"{_NEEDS_CHECKPOINTS} in one file; without the flag, fairseq gathers the shards",
     "use-bmuf": "no checkpoint has its momentum, so it would be lost at every start",
 }
 
 
 def problems(recipe: Recipe) -> Problems:
     """Yield a (key, problem) pair for each contradiction between keys and each value that is not allowed."""
-    for rule in (_values, _names, _data, _ends, _average, _kind, _finetuning, _flags):
+    for rule in (_values, _names, _data, _ends, _average, _kind, _zero_shot, _finetuning, _flags):
         yield from rule(recipe)
 
 
@@ -107,10 +108,10 @@ def reserved(section: str, flag: str) -> str:
     if flag in REFUSED:
         reason = "with it fairseq would run a program, or write outside the run folder"
         return f"is forbidden: {reason}. Leave it out."
-    if section in ("model", "train") and flag in CANNOT_GO_ON:
-        return f"prevents resuming: {CANNOT_GO_ON[flag]}. Leave it out."
+    if section in ("model", "train") and flag in PREVENTS_RESUMING:
+        return f"prevents resuming: {PREVENTS_RESUMING[flag]}. Leave it out."
     evaluates = section in ("generate", "score")
-    if evaluates and flag in PARTIAL and (section, flag) != ("generate", SKIP):
+    if evaluates and flag in PARTIAL_EVALUATION and (section, flag) != ("generate", SKIP):
         return "would limit the score to a part of the subset. Leave it out."
     if evaluates and flag in POSITIONS:
         return f"changes nothing in a trained model. Set model.flags.{flag} before the training."
@@ -118,7 +119,7 @@ def reserved(section: str, flag: str) -> str:
         if key in owner.__dataclass_fields__:
             instead = _INSTEAD.get(flag, f"say {owner.__name__.lower()}.{key}")
             return f"is not a free flag; {instead}."
-    if flag in OWN:
+    if flag in SET_BY_RUNNER:
         return f"is not a free flag; {_INSTEAD.get(flag, 'the runner sets it')}."
     return ""
 
@@ -126,10 +127,7 @@ def reserved(section: str, flag: str) -> str:
 def _values(recipe: Recipe) -> Problems:
     """Check choices and the ranges of numbers."""
     if not re.fullmatch(r"[a-z0-9_]+", recipe.experiment):
-        yield (
-            "experiment",
-            "use lower-case letters, digits and underscores only (it names folders).",
-        )
+        yield "experiment", "use lower-case letters, digits and underscores (it names folders)."
     for section in (*SECTIONS, "average"):
         values = getattr(recipe, section)
         if values:
@@ -176,15 +174,15 @@ def _data(recipe: Recipe) -> Problems:
     data = recipe.data
     dataset = datasets().get(data.recipe, Dataset(data.recipe, recipe.kind, ""))
     if recipe.model.share_all_embeddings and not data.joined_dictionary:
-        remedy = "Set data.joined_dictionary: true, or model.share_all_embeddings: false."
-        problem = f"one embedding for both languages needs one dictionary for both. {remedy}"
+        problem = (
+            "one embedding for both languages needs one dictionary for both. Set data.joined_dictionary: "
+            "true, or model.share_all_embeddings: false."
+        )
         yield "model.share_all_embeddings", problem
     if data.tokenize and not dataset.takes_raw:
-        remedy = f"Use data.recipe {dataset.raw or 'parallel'}"
-        yield (
-            "data.tokenize",
-            f"{data.recipe} has no tokeniser for raw text. {remedy}, or leave it out.",
-        )
+        other = dataset.raw or "parallel"
+        problem = f"{data.recipe} has no tokeniser for raw text. Use data.recipe {other}, or leave it out."
+        yield "data.tokenize", problem
     yield from _pieces(data)
     if data.bpe and data.codes:
         yield "data.codes", "gives merges, but data.bpe learns them. Set only one of the two keys."
@@ -196,7 +194,6 @@ def _data(recipe: Recipe) -> Problems:
 
 def _pieces(data: Data) -> Problems:
     """Check SentencePiece's settings, and keys that have no effect without it."""
-    takes = ("parallel", "binarised")
     if (share := data.character_coverage) is not None:
         if data.segmentation != SENTENCEPIECE and data.recipe != "text_sp":
             yield "data.character_coverage", f"needs text_sp or data.segmentation: {SENTENCEPIECE}."
@@ -206,28 +203,20 @@ def _pieces(data: Data) -> Problems:
         for key, default in (("piece_model", PIECE_MODELS[0]), ("byte_fallback", True)):
             if getattr(data, key) != default:
                 yield f"data.{key}", f"needs data.segmentation: {SENTENCEPIECE}. Leave it out."
-    elif data.recipe not in takes:
-        reason = f"{data.recipe} has a fixed segmentation"
-        yield (
-            "data.segmentation",
-            f"{reason}; {SENTENCEPIECE} is for data.recipe {' and '.join(takes)}.",
-        )
+    elif data.recipe not in ("parallel", "binarised"):
+        problem = f"{data.recipe} has a fixed segmentation; {SENTENCEPIECE} is for parallel and binarised."
+        yield "data.segmentation", problem
     elif data.recipe == "parallel" and not (data.bpe or data.codes):
         yield "data.bpe", f"is missing. {SENTENCEPIECE} needs the number of pieces, such as 8000."
     elif data.codes and not data.joined_dictionary:
-        yield (
-            "data.codes",
-            "is one model for both languages. Leave data.joined_dictionary: false out.",
-        )
+        problem = "is one model for both languages. Leave data.joined_dictionary: false out."
+        yield "data.codes", problem
 
 
 def _ends(recipe: Recipe) -> Problems:
     """Check that the training ends, and that the evaluation has a subset."""
     if recipe.train.max_epoch is None and recipe.train.max_update is None:
-        yield (
-            "train.max_epoch",
-            "is missing. Set max_epoch or max_update, otherwise training never ends.",
-        )
+        yield "train.max_epoch", "is missing. Set it or max_update, otherwise training never ends."
     if recipe.generate and not recipe.generate.subsets:
         yield "generate.subsets", "is empty. Give at least one subset, such as [test]."
 
@@ -243,57 +232,57 @@ def _average(recipe: Recipe) -> Problems:
     if (epochs is None) == (updates is None):
         yield "average.epochs", "excludes average.updates. Set only one of them."
     if average.count < 2:
-        remedy = "Use 2 or more, or average: null to evaluate the best checkpoint."
         key = f"average.{'epochs' if epochs else 'updates'}"
-        yield key, f"one checkpoint is not an average. {remedy}"
-    cannot = f"cannot average {epochs} epochs"
-    if epochs and epochs > train.keep_last_epochs:
-        yield (
-            "average.epochs",
-            f"{cannot} when train.keep_last_epochs keeps {train.keep_last_epochs}.",
-        )
+        yield key, "one checkpoint is not an average. Use 2 or more, or average: null (the best)."
+    most = train.keep_last_epochs
+    if epochs and epochs > most:
+        problem = f"cannot average {epochs} epochs when train.keep_last_epochs keeps {most}."
+        yield "average.epochs", problem
     if epochs and train.max_epoch and epochs > train.max_epoch:
-        yield "average.epochs", f"{cannot} of the {train.max_epoch} that train.max_epoch allows."
-    interval = train.flags.get("save-interval-updates")
-    num_saved = train.flags.get("keep-interval-updates")
-    if updates and (interval is None or (num_saved is not None and 0 <= num_saved < updates)):
-        needs = (
-            "needs train.flags.save-interval-updates, and keep-interval-updates must not be below"
+        problem = (
+            f"cannot average {epochs} epochs of the {train.max_epoch} that train.max_epoch allows."
         )
-        yield "average.updates", f"{needs} {updates}."
+        yield "average.epochs", problem
+    interval = train.flags.get("save-interval-updates")
+    kept = train.flags.get("keep-interval-updates")
+    if updates and (interval is None or (kept is not None and 0 <= kept < updates)):
+        problem = (
+            "needs train.flags.save-interval-updates, and keep-interval-updates must not be below "
+            f"{updates}."
+        )
+        yield "average.updates", problem
 
 
 def _kind(recipe: Recipe) -> Problems:
     """Check the keys that a translation requires and other models forbid, and the reverse."""
     data = recipe.data
-    score = recipe.score
     task = recipe.train.task
     tasks = (TRANSLATION, *KINDS)
     if not task.startswith(tasks):
-        requirement = (
-            "is not a task of recipes: its name, also that of a task of your own, must begin with"
+        problem = (
+            f"{reprlib.repr(task)} is not a task of recipes: its name, also that of a task of your own, must "
+            f"begin with {', '.join(tasks[:-1])} or {tasks[-1]}. Use fairseq-train for others."
         )
-        beginnings = f"{', '.join(tasks[:-1])} or {tasks[-1]}"
-        yield (
-            "train.task",
-            f"{reprlib.repr(task)} {requirement} {beginnings}. Use fairseq-train for others.",
-        )
+        yield "train.task", problem
     if data.recipe != "binarised" and datasets()[data.recipe].kind != recipe.kind:
         yield "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}."
-    if recipe.zero_shot is not None:
-        if recipe.kind != CAUSAL_LM:
-            yield (
-                "zero_shot",
-                "is for causal language models (train.task language_modeling): leave it out.",
-            )
-        if not recipe.zero_shot:
-            yield "zero_shot", "is empty: name at least one task, such as [cbt], or leave it out."
-    metrics, name = _SCORED.get(
-        recipe.kind, (tuple(beginning for beginning, _ in _SCORED.values()), "")
-    )
-    if score and score.headline.startswith(metrics) != bool(name):
-        yield "score.headline", f"{score.headline!r} is not a score of train.task {task!r}."
-    yield from _not_a_translation(recipe, name) if name else _translation(recipe)
+    if recipe.score:
+        headline = recipe.score.headline
+        kinds = [kind for kind, (metrics, _) in _SCORED.items() if headline.startswith(metrics)]
+        if recipe.kind not in (kinds or [TRANSLATION]):
+            yield "score.headline", f"{headline!r} is not a score of train.task {task!r}."
+    if recipe.kind == TRANSLATION:
+        yield from _translation(recipe)
+    else:
+        yield from _not_a_translation(recipe, _SCORED[recipe.kind][1])
+
+
+def _zero_shot(recipe: Recipe) -> Problems:
+    """Check that a causal language model has tasks, and that no other model has any."""
+    if recipe.zero_shot is not None and recipe.kind != CAUSAL_LM:
+        yield "zero_shot", "is for train.task language_modeling (causal models): leave it out."
+    if recipe.zero_shot == []:
+        yield "zero_shot", "is empty: name at least one task, such as [cbt], or leave it out."
 
 
 def _not_a_translation(recipe: Recipe, name: str) -> Problems:
@@ -360,20 +349,13 @@ def _flag(section: str, name: str, value: Any) -> Iterator[str]:
         yield f"write flags as on the command line, without the leading dashes: {proper}."
     if value is not None and (reason := reserved(section, name)):
         yield reason
-    if name == "model-overrides" and value is not None:
-        try:
-            is_dictionary = isinstance(ast.literal_eval(value), dict)
-        # These are the exceptions that literal_eval documents
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            is_dictionary = False
-        if not is_dictionary:
-            yield f"{reprlib.repr(value)} is not a dictionary, such as \"{{'dropout': 0}}\"."
+    if name == "model-overrides" and value is not None and not _is_dictionary(value):
+        yield f"{reprlib.repr(value)} is not a dictionary, such as \"{{'dropout': 0}}\"."
     if name == "tensorboard-logdir":
         path = Path(value if isinstance(value, str) else "/")
         if path.is_absolute() or ".." in path.parts:
             yield f"{reprlib.repr(value)} is not a folder inside the run folder, such as logs."
-    items = value if isinstance(value, list) else [value]
-    for item in items:
+    for item in value if isinstance(value, list) else [value]:
         if isinstance(item, int) and abs(item) > LARGEST:
             yield f"must not be above {LARGEST:,}."
         if isinstance(item, float) and math.isnan(item):
@@ -383,3 +365,12 @@ def _flag(section: str, name: str, value: Any) -> Iterator[str]:
             yield f"a flag's value must be {kinds}, not {reprlib.repr(item)}."
     if problem := unsafe_value(value):
         yield problem
+
+
+def _is_dictionary(value: Any) -> bool:
+    """Whether a text is Python's literal of a dictionary."""
+    try:
+        return isinstance(ast.literal_eval(value), dict)
+    # These are the exceptions that literal_eval documents
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False

@@ -11,7 +11,8 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared
 from moa_fairseq.experiments.make import make, read_step_records
 from moa_fairseq.experiments.recipes.batch import (
-    fit,
+    LOUD_DEVIATION,
+    fit_devices,
     plan_batch,
     planned_updates,
     schedule_warning,
@@ -19,7 +20,7 @@ from moa_fairseq.experiments.recipes.batch import (
     training_set,
 )
 from moa_fairseq.experiments.recipes.checkpoints import LAST, prepare_facts
-from moa_fairseq.experiments.recipes.claim import data_differences, differences, settings
+from moa_fairseq.experiments.recipes.claim import data_differences, differences, requested_settings
 from moa_fairseq.experiments.recipes.ending import check_ending, check_files
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.lengths import check_sentences
@@ -38,7 +39,8 @@ from moa_fairseq.files import atomic_write
 from moa_fairseq.process import PATIENCE_SECONDS, Executor, locked, to_shell
 from moa_fairseq.process.signals import terminate_as_interrupt
 
-STAGES = ("prepare", "train", "average", "generate", "score", "zero-shot")
+OPTIONAL_STAGES = ("average", "generate", "score", "zero-shot")  # a recipe may lack their sections
+STAGES = ("prepare", "train", *OPTIONAL_STAGES)
 # After a restart of torchrun, the previous owner of the run folder may need time to exit.
 HANDOVER_SECONDS = 60.0
 log = logging.getLogger(__name__)
@@ -70,9 +72,9 @@ def run_recipe(
     run = Run(recipe, hardware, folder, options)
     executor = executor_class(hardware.environment)
     _check_record(run)
-    key = options.stage.replace("-", "_")
-    if options.stage in STAGES[2:] and not getattr(recipe, key):
-        log.info("%s: the recipe has no %s section; nothing to do", options.stage, key)
+    section = options.stage.replace("-", "_")
+    if options.stage in OPTIONAL_STAGES and not getattr(recipe, section):
+        log.info("%s: the recipe has no %s section; nothing to do", options.stage, section)
     if dry_run:
         run = _fit_to_data_and_devices(run, show_preparation(run, executor))
         executor.environment = run.hardware.environment
@@ -85,7 +87,7 @@ def run_recipe(
     _check_requirements(run)
     started = time.time()
     with terminate_as_interrupt(), _run_folder_lock(run):
-        prepared = load_prepared_data(run) if _is_prepared(run) else prepare(run, executor)
+        prepared = load_prepared_data(run) if _uses_earlier_data(run) else prepare(run, executor)
         run = _fit_to_data_and_devices(run, prepared)
         executor.environment.update(run.hardware.environment)
         if recipe.training_flags.get("wandb-project"):
@@ -96,13 +98,13 @@ def run_recipe(
         return _run_stages(run, recipe, executor, started)
 
 
-def _is_prepared(run: Run) -> bool:
+def _uses_earlier_data(run: Run) -> bool:
     """Whether another stage, or the program of the main process, has made the data."""
     if not run.hardware.is_main_process:
         return True
-    options = run.options
-    uses_earlier_data = options.data is None or run.hardware.shared
-    return uses_earlier_data and not options.includes_stage("prepare")
+    if run.options.includes_stage("prepare"):
+        return False
+    return run.options.data is None or run.hardware.shared
 
 
 def _run_stages(run: Run, recipe: Recipe, executor: Executor, started: float) -> Path | None:
@@ -116,7 +118,7 @@ def _run_stages(run: Run, recipe: Recipe, executor: Executor, started: float) ->
     if options.stage != "prepare":
         main_steps = [step for step in all_steps if step.name != ZERO_SHOT]
         make(main_steps, folder, executor=executor, wanted=run.includes_step)
-    _write_recipe(recipe, folder)  # not run.recipe, in which `fit` has set train.min_tokens
+    _write_recipe(recipe, folder)  # not run.recipe, in which `fit_devices` has set train.min_tokens
     result = record(run, started)
     # This step adds to the result, which exists even if the step fails
     if recipe.zero_shot and options.includes_stage("zero-shot"):
@@ -165,9 +167,7 @@ def _run_folder_lock(run: Run) -> contextlib.AbstractContextManager[object]:
     """The lock of the run folder for the main process; other processes write only a log, without a lock."""
     if not run.hardware.is_main_process:
         return contextlib.nullcontext()
-    if run.hardware.shared:
-        return locked(run.folder, HANDOVER_SECONDS)
-    return locked(run.folder, PATIENCE_SECONDS)
+    return locked(run.folder, HANDOVER_SECONDS if run.hardware.shared else PATIENCE_SECONDS)
 
 
 def _train_as_worker(run: Run, executor: Executor, rank: int) -> None:
@@ -182,8 +182,8 @@ def _train_as_worker(run: Run, executor: Executor, rank: int) -> None:
 def _check_requirements(run: Run) -> None:
     """Check, before anything is prepared, what the training and the last stage need."""
     if run.options.includes_stage("train"):
-        goes_on = bool(run.recipe.finetune) or (run.checkpoints / LAST).exists()
-        check_files(run.recipe, first_start=not goes_on)
+        resumes = bool(run.recipe.finetune) or (run.checkpoints / LAST).exists()
+        check_files(run.recipe, first_start=not resumes)
     if run.recipe.zero_shot and run.options.includes_stage("zero-shot"):
         later = "; or --set zero_shot=null, and --stage zero-shot later"
         require_lm_eval("zero_shot: the recipe's last stage", later)
@@ -208,22 +208,18 @@ def _check_shared(run: Run) -> None:
             f"No prepared data in {folder} (all machines must share this folder). Run --stage prepare with "
             "the same --save-dir first."
         )
-    if options.data and str(options.data.resolve()) not in (
-        facts.get("source"),
-        facts.get("folder"),
-    ):
-        problem = (
-            f"{folder} was prepared from {facts.get('source')}, not from --data {options.data}"
+    known = (facts.get("source"), facts.get("folder"))
+    if options.data and str(options.data.resolve()) not in known:
+        raise UserError(
+            f"{folder} was prepared from {known[0]}, not from --data {options.data}. Give the former, or run "
+            "--stage prepare again."
         )
-        raise UserError(f"{problem}. Give the former, or run --stage prepare again.")
 
 
 def _fit_to_data_and_devices(run: Run, prepared: Prepared) -> Run:
     """The run with its data and as many devices as can share an update; logs what follows from the data."""
-    data = None
-    if prepared.folder.is_dir():
-        data = prepared.folder
-    recipe, hardware, fewer = fit(run.recipe, run.hardware, data)
+    data = prepared.folder if prepared.folder.is_dir() else None
+    recipe, hardware, fewer = fit_devices(run.recipe, run.hardware, data)
     run = dataclasses.replace(run, recipe=recipe, hardware=hardware, prepared=prepared)
     if not hardware.is_main_process:
         return run
@@ -239,8 +235,8 @@ def _fit_to_data_and_devices(run: Run, prepared: Prepared) -> Run:
     elif data and options.data:
         deviations = data_differences(recipe, data, {})
         if deviations:
-            listed = "; ".join(map(": ".join, deviations.items()))
-            log.warning("%s differs from the recipe: %s", data, listed)
+            listed = [f"{key}: {change}" for key, change in deviations.items()]
+            log.warning("%s differs from the recipe: %s", data, "; ".join(listed))
     return run
 
 
@@ -255,15 +251,15 @@ def _log_training_plan(run: Run, data: Path | None) -> None:
             "trains many times as fast"
         )
     batch = plan_batch(recipe.train, hardware.devices)
-    log.info(batch.describe())
+    report = log.warning if abs(batch.deviation) > LOUD_DEVIATION else log.info
+    report(batch.describe())
     if data:
         check_ending(recipe, batch, data)
     if options.training_flags:
         size = training_set(recipe, data) if recipe.train.max_epoch else None
         updates = planned_updates(recipe.train, batch, size)
-        warning = schedule_warning(options.training_flags, updates)
-        if warning:
-            log.info(warning)
+        if warning := schedule_warning(options.training_flags, updates):
+            log.warning(warning)
     if world := hardware.world:
         log.info(
             "train: process %s of %s, meeting at %s", world.rank, world.size, world.init_method
@@ -283,10 +279,8 @@ def _log_reproduction_status(run: Run, data: Path) -> None:
                 split: len(sentence_sizes(recipe, data, split)[0]) for split in recipe.splits
             }
     row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
-    deviations = differences(
-        published, settings(recipe), data_differences(published, data, sentences, claim=True)
-    )
-    if deviations:
+    of_data = data_differences(published, data, sentences, claim=True)
+    if deviations := differences(published, requested_settings(recipe), of_data):
         log.warning("this run does not reproduce %s: %s", row, "; ".join(deviations[:5]))
     else:
         log.info("reproduces %s", row)

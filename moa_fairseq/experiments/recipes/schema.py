@@ -1,7 +1,7 @@
 """The contents of a recipe file: the sections, their keys and types."""
 
 import dataclasses
-from typing import Any, Dict, Iterable, List, Mapping, Optional
+from typing import Any, Dict, Iterable, List, Optional
 
 from moa_fairseq.experiments.data.catalogue import (
     CLASSIFICATION,
@@ -13,6 +13,7 @@ from moa_fairseq.experiments.data.catalogue import (
 )
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING as CAUSAL_LM
 
+Flags = Dict[str, Any]  # a flag without its dashes → its value
 DATA_RECIPES = ("binarised", *(name for name, data in datasets().items() if data.encoder != "none"))
 SEGMENTATIONS = (SUBWORD_NMT, SENTENCEPIECE)
 PIECE_MODELS = ("unigram", "bpe")
@@ -163,9 +164,7 @@ class Data:
         "c4 and pes2o: number of training tokens, from the beginning; null: the data set's number",
         default=None,
     )
-    flags: Dict[str, Any] = _key(
-        "flags of fairseq-preprocess", {"workers": 2}, default_factory=dict
-    )
+    flags: Flags = _key("flags of fairseq-preprocess", {"workers": 2}, default_factory=dict)
 
     @property
     def running_text(self) -> bool:
@@ -186,11 +185,11 @@ class Model:
     share_all_embeddings: bool = _key(
         "one embedding for encoder, decoder and output", True, default=False
     )
-    flags: Dict[str, Any] = _key(
+    flags: Flags = _key(
         "flags of fairseq-train (docs/flags.md)", {"dropout": 0.3}, default_factory=dict
     )
 
-    def as_flags(self) -> Dict[str, Any]:
+    def as_flags(self) -> Flags:
         """The whole section as flags of fairseq-train."""
         settings = {
             name.replace("_", "-"): value for name, value in vars(self).items() if name != "flags"
@@ -225,7 +224,7 @@ class Train:
     )
     keep_last_epochs: int = _key("number of epoch checkpoints to keep", default=10)
     log_interval: int = _key("updates between two log lines", default=100)
-    flags: Dict[str, Any] = _key(
+    flags: Flags = _key(
         "flags of fairseq-train",
         {"optimizer": "adam", "lr": 0.001, "label-smoothing": 0.1},
         default_factory=dict,
@@ -258,7 +257,7 @@ class Generate:
     )
     max_tokens: int = _key("most tokens per batch", default=4096)
     remove_bpe: bool = _key("join sub-words", default=True)
-    flags: Dict[str, Any] = _key("flags of fairseq-generate", default_factory=dict)
+    flags: Flags = _key("flags of fairseq-generate", default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -270,7 +269,7 @@ class Score:
         "language models and classifiers: subsets to score; the first is the recipe's result",
         default_factory=list,
     )
-    flags: Dict[str, Any] = _key(
+    flags: Flags = _key(
         "flags of moa-fairseq score; for lm_*: of fairseq-eval-lm", default_factory=dict
     )
 
@@ -324,15 +323,15 @@ class Recipe:
         return TRANSLATION
 
     @property
-    def task_flags(self) -> Dict[str, Any]:
+    def task_flags(self) -> Flags:
         """The task and its languages as flags of fairseq's programs."""
-        flags: Dict[str, Any] = {"task": self.train.task}
+        flags: Flags = {"task": self.train.task}
         if self.kind == TRANSLATION:
             flags.update({"source-lang": self.data.source, "target-lang": self.data.target})
         return flags
 
     @property
-    def training_flags(self) -> Dict[str, Any]:
+    def training_flags(self) -> Flags:
         """The flags of fairseq-train in `model.flags` and `train.flags`."""
         return self.model.flags | self.train.flags
 
@@ -374,7 +373,7 @@ class Recipe:
         return list(dict.fromkeys(["train", "valid", *self.subsets]))
 
 
-def computation_flags(flags: Mapping[str, Any]) -> Dict[str, Any]:
+def computation_flags(flags: Flags) -> Flags:
     """The flags that decide what a training computes, except its end."""
     left_out = (*EXECUTION_FLAGS, *STOP_FLAGS)
     return {key: value for key, value in flags.items() if key not in left_out}

@@ -26,6 +26,7 @@ from moa_fairseq.experiments.recipes.schema import (
 from moa_fairseq.experiments.records.json_files import (
     MAPPING,
     TEXT,
+    Values,
     check_kinds,
     is_number,
     read_json,
@@ -113,7 +114,7 @@ def read_report(text: str, path: Path, recipe: Recipe, data_tokens: int | None =
     }
 
 
-def _evaluation(text: str, recipe: Recipe) -> dict[str, Any]:
+def _evaluation(text: str, recipe: Recipe) -> Values:
     """The settings of an evaluation, and the number of tokens if fairseq-eval-lm printed it."""
     flags = recipe.score.flags if recipe.score else {}
     evaluation = {name.replace("-", "_"): flags[name] for name in _SETTINGS if name in flags}
@@ -155,7 +156,7 @@ def _metrics_in(scores: Scores) -> list[str]:
     return [name for name in HEADLINE_METRICS if name in scores]
 
 
-def flat_metrics(scores: Scores) -> dict[str, Any]:
+def flat_metrics(scores: Scores) -> Values:
     """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
     names = _metrics_in(scores)
     metrics = {}

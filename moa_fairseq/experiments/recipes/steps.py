@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from moa_fairseq.experiments.recipes.batch import plan_batch, sentence_sizes
 from moa_fairseq.experiments.recipes.checkpoints import (
     LAST,
     check_pretrained,
-    complete_the_last,
     is_whole,
+    restore_last_checkpoint,
 )
 from moa_fairseq.experiments.recipes.claim import upgrade_training
-from moa_fairseq.experiments.recipes.hardware import precision_name
+from moa_fairseq.experiments.recipes.precision import precision_name
 from moa_fairseq.experiments.recipes.run import Run
 from moa_fairseq.experiments.recipes.schema import (
     CAUSAL_LM,
@@ -53,29 +53,29 @@ log = logging.getLogger(__name__)
 def steps(run: Run) -> list[Step]:
     """All steps of a run after its data, in order."""
     recipe = run.recipe
-    before: list[Step] = []
-    model_steps: list[Step] = []
+    made: list[Step] = []
+    model_step = None  # the step that makes the evaluated model, unless it is a pretrained one
     if recipe.finetune != "noft":
-        before.append(_text(run))
-        model_steps.append(_Training(run).step())
-    if recipe.average:
-        model_steps.append(_average(run, recipe.average, model_steps[0]))
-    evaluations = []
+        model_step = _Training(run).step()
+        made += [_keep_text_files(run), model_step]
+        if recipe.average:
+            model_step = _average(run, recipe.average, model_step)
+            made.append(model_step)
     if recipe.kind != TRANSLATION:
-        for subset in recipe.subsets:
-            evaluations.append(_evaluate(run, recipe.score or Score(), subset, model_steps))
+        section = recipe.score or Score()
+        made += [_evaluate(run, section, subset, model_step) for subset in recipe.subsets]
         if recipe.zero_shot:
-            evaluations.append(_zero_shot(run, recipe.zero_shot, model_steps))
+            made.append(_zero_shot(run, recipe.zero_shot, model_step))
     elif recipe.generate:
-        section = recipe.generate
-        translations = [_generate(run, section, subset, model_steps) for subset in recipe.subsets]
-        evaluations += translations
+        search = recipe.generate
+        translations = [_generate(run, search, subset, model_step) for subset in recipe.subsets]
+        made += translations
         if recipe.score:
-            evaluations += [_score(run, recipe.score, step) for step in translations]
-    return [*before, *model_steps, *evaluations]
+            made += [_score(run, recipe.score, step) for step in translations]
+    return made
 
 
-def _text(run: Run) -> Step:
+def _keep_text_files(run: Run) -> Step:
     """The step that copies the data's dictionaries, merges and rules into the run folder.
 
     It is a step in place, so that other files at a later start are an error.
@@ -90,11 +90,7 @@ def _text(run: Run) -> Step:
 
 
 class _Training:
-    """The step of the training.
-
-    Args:
-        run: the run.
-    """
+    """The step of a run's training."""
 
     def __init__(self, run: Run) -> None:
         train = run.recipe.train
@@ -121,31 +117,38 @@ class _Training:
 
     def flags(self) -> Values:
         """The flags of fairseq-train. Flags of the recipe replace those that suit the hardware."""
-        train = self.run.recipe.train
+        recipe = self.run.recipe
+        train = recipe.train
         hardware = self.run.hardware
         world = hardware.world
-        # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters:
-        # an unselected expert has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
-        # with the training's large memory, every page that the training writes to is then copied.
-        values = self.run.recipe.model.as_flags() | {"criterion": train.criterion}
+        values = recipe.model.as_flags() | {"criterion": train.criterion}
         if not hardware.gpus:
+            # A data worker is forked in each epoch, and every page of the training's large memory that the
+            # training then writes to is copied
             values["num-workers"] = 0
         if not hardware.gpus and world:
+            # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs
+            # --find-unused-parameters: an unselected expert has a gradient of zeros.
             values.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
         values.update(train.flags)
-        training_flags = self.run.recipe.training_flags
-        if self.run.recipe.data.segmentation == SENTENCEPIECE and training_flags.get("eval-bleu"):
+        training_flags = recipe.training_flags
+        if recipe.data.segmentation == SENTENCEPIECE and training_flags.get("eval-bleu"):
             values["eval-bleu-remove-bpe"] = SENTENCEPIECE
         if logs := training_flags.get("tensorboard-logdir"):
             values["tensorboard-logdir"] = str(self.run.folder / logs)
-        values["max-tokens"] = self.batch.max_tokens
-        values["update-freq"] = self.batch.update_freq
-        for key in ("max_epoch", "max_update", "seed", "keep_last_epochs"):
-            values[key.replace("_", "-")] = getattr(train, key)
-        values.update({"save-dir": OUT, "log-format": "json", "log-interval": train.log_interval})
-        values.update(world.flags() if world else {"distributed-world-size": hardware.devices})
-        values[self.precision] = self.precision != "fp32"
-        return values
+        values |= {
+            "max-tokens": self.batch.max_tokens,
+            "update-freq": self.batch.update_freq,
+            "max-epoch": train.max_epoch,
+            "max-update": train.max_update,
+            "seed": train.seed,
+            "keep-last-epochs": train.keep_last_epochs,
+            "save-dir": OUT,
+            "log-format": "json",
+            "log-interval": train.log_interval,
+        }
+        values |= world.flags() if world else {"distributed-world-size": hardware.devices}
+        return values | {self.precision: self.precision != "fp32"}
 
     @functools.cached_property
     def digest(self) -> str:
@@ -164,8 +167,8 @@ class _Training:
     def facts(self, checkpoints: Path) -> Values:
         """What state.json records of the training. Raises UserError if it left no checkpoint."""
         if not (checkpoints / LAST).is_file():
-            problem = f"fairseq-train wrote no checkpoint into {checkpoints}"
-            raise UserError(f"{problem}; its output is in {self.run.folder / 'train.log'}.")
+            output = self.run.folder / "train.log"
+            raise UserError(f"fairseq-train wrote no checkpoint into {checkpoints}; see {output}.")
         return {
             "parameters": sum(self.train_log.parameters) or None,
             "updated": self.train_log.updated,
@@ -184,22 +187,23 @@ class _Training:
                 f"{problem}: the files in {data} have another content (digest {digests[0]} → {self.digest}). "
                 "Give --data its original data, or --restart to move the run aside and start over."
             )
-        complete_the_last(checkpoints)
+        restore_last_checkpoint(checkpoints)
         has_optimizer = not self.run.recipe.training_flags.get("no-save-optimizer-state")
         if (checkpoints / LAST).exists() and not has_optimizer:
-            reason = "its checkpoints have no optimizer (train.flags.no-save-optimizer-state)"
-            remedy = "Start over with --restart; without the flag a run can resume."
-            raise UserError(f"{problem}: {reason}. {remedy}")
+            raise UserError(
+                f"{problem}: its checkpoints have no optimizer (train.flags.no-save-optimizer-state). Start "
+                "over with --restart; without the flag a run can resume."
+            )
 
     def conditions(self) -> Values:
         """The provenance of the training beyond that of every step."""
-        record = dict(
-            self.run.conditions, precision=self.precision, threads=torch.get_num_threads()
-        )
-        record["max_tokens"] = self.batch.max_tokens
-        record["update_freq"] = self.batch.update_freq
-        record["data"] = self.digest
-        return record
+        return self.run.conditions | {
+            "precision": self.precision,
+            "threads": torch.get_num_threads(),
+            "max_tokens": self.batch.max_tokens,
+            "update_freq": self.batch.update_freq,
+            "data": self.digest,
+        }
 
 
 def _average(run: Run, average: Average, train: Step) -> Step:
@@ -215,76 +219,86 @@ def _average(run: Run, average: Average, train: Step) -> Step:
     }
 
     def inputs() -> Values:
-        try:
-            last = last_checkpoints(run.checkpoints, count, by_updates)
-        except UserError as error:  # too few checkpoints: add the key of the recipe and the remedy
-            key = "average.updates" if by_updates else "average.epochs"
-            num_saved = len(numbered_checkpoints(run.checkpoints, by_updates))
-            fewer = f"--set {key}={num_saved} averages those, " if num_saved > 1 else ""
-            remedy = f"{fewer}--set average=null evaluates the best checkpoint."
-            raise UserError(f"{key}: {error} {remedy}") from error
-        damaged = next((path for path in last if not is_whole(path)), None)
-        if damaged:
-            remedy = "Delete it and resume the train stage, or average fewer checkpoints"
-            raise UserError(f"{damaged} is cut off, so it cannot be averaged. {remedy}.")
-        return {
-            "train": train,
-            "count": count,
-            "checkpoints": [file_signature(path) for path in last],
-        }
+        paths = _last_checkpoints(run, count, by_updates)
+        signatures = [file_signature(path) for path in paths]
+        return {"train": train, "count": count, "checkpoints": signatures}
 
     line = ["moa-fairseq", "average", *flags(values)]
     return Step("average", run.model_path, line, inputs, conditions=run.conditions)
 
 
-def _evaluated(
-    run: Run, settings: Any, subset: str, model_steps: list[Step]
-) -> Callable[[], Mapping[str, Any]]:
+def _last_checkpoints(run: Run, count: int, by_updates: bool) -> list[Path]:
+    """The checkpoints to average. Raises UserError for too few, and for one that was cut off."""
+    try:
+        paths = last_checkpoints(run.checkpoints, count, by_updates)
+    except UserError as error:  # too few checkpoints: add the key of the recipe and the remedy
+        key = "average.updates" if by_updates else "average.epochs"
+        num_saved = len(numbered_checkpoints(run.checkpoints, by_updates))
+        fewer = f"--set {key}={num_saved} averages those, " if num_saved > 1 else ""
+        remedy = f"{fewer}--set average=null evaluates the best checkpoint."
+        raise UserError(f"{key}: {error} {remedy}") from error
+    for path in paths:
+        if not is_whole(path):
+            raise UserError(
+                f"{path} is cut off, so it cannot be averaged. Delete it and resume the train stage, or "
+                "average fewer checkpoints."
+            )
+    return paths
+
+
+def _evaluation_inputs(
+    run: Run, settings: Values, subset: str, model_step: Step | None
+) -> Callable[[], Values]:
     """The inputs of a step that evaluates the checkpoint.
 
     Args:
         run: the run.
         settings: the section of the recipe for the evaluation.
         subset: the evaluated subset.
-        model_steps: the steps that make the model, in order; [] for a pretrained model.
+        model_step: the step that makes the model; None for a pretrained model.
     """
 
     def inputs() -> Values:
         if not is_whole(run.model_path):
-            missing = "average" if run.recipe.average else "train"
-            remedy = f"Run --stage {missing} first"
+            stage = "average" if run.recipe.average else "train"
+            remedy = f"Run --stage {stage} first"
             # The train stage would do nothing then
-            if missing == "train" and (run.checkpoints / LAST).exists():
-                remedy = (
-                    "If the training is done, average its checkpoints by --set average.epochs=N"
-                )
+            if stage == "train" and (run.checkpoints / LAST).exists():
+                remedy = "If the training is done, --set average.epochs=N averages its checkpoints"
             raise UserError(f"{run.model_path} is missing or cut off. {remedy}.")
-        record = {"settings": settings, "data": run.prepared.fingerprint, "subset": subset}
-        record.update(made=model_steps[-1] if model_steps else None, model=run.model_path)
-        return record
+        return {
+            "settings": settings,
+            "data": run.prepared.fingerprint,
+            "subset": subset,
+            "made": model_step,
+            "model": run.model_path,
+        }
 
     return inputs
 
 
-def _generate(run: Run, section: Generate, subset: str, model_steps: list[Step]) -> Step:
+def _generate(run: Run, section: Generate, subset: str, model_step: Step | None) -> Step:
     """The step of the beam search, in fp32 so that scores do not depend on the hardware."""
     by_pieces = section.remove_bpe and run.recipe.data.segmentation == SENTENCEPIECE
-    values: Values = {"path": str(run.model_path), "gen-subset": subset}
-    values.update(beam=section.beam, lenpen=section.lenpen)
-    values["max-tokens"] = section.max_tokens
-    values["remove-bpe"] = SENTENCEPIECE if by_pieces else section.remove_bpe
+    values: Values = {
+        "path": str(run.model_path),
+        "gen-subset": subset,
+        "beam": section.beam,
+        "lenpen": section.lenpen,
+        "max-tokens": section.max_tokens,
+        "remove-bpe": SENTENCEPIECE if by_pieces else section.remove_bpe,
+    }
     for name in POSITIONS:  # these are also limits of the task
         values[name] = run.recipe.training_flags.get(name)
-    values.update(section.flags)
     output = run.folder / f"generate-{subset}.txt"
     translated: set[str] = set()  # the ids of the sentences
     total = run.prepared.sentences.get(subset, 0)
     return Step(
         output.stem,
         output,
-        run.command("fairseq-generate", values),
-        _evaluated(run, dataclasses.asdict(section), subset, model_steps),
-        "out",
+        run.command("fairseq-generate", values | section.flags),
+        _evaluation_inputs(run, dataclasses.asdict(section), subset, model_step),
+        captured="out",
         watch=functools.partial(_add_translated, translated, total),
         finish=functools.partial(_translation_facts, run, section, subset, translated),
         conditions=run.conditions,
@@ -308,8 +322,9 @@ def _translation_facts(
     """The number of sentences without a translation, or a UserError if there may be none."""
     log_file = run.folder / f"generate-{subset}.log"
     if not translated:
-        problem = f"fairseq-generate translated nothing of subset {subset}"
-        raise UserError(f"{problem}. See {log_file} and {translations}.")
+        raise UserError(
+            f"fairseq-generate translated nothing of subset {subset}. See {log_file} and {translations}."
+        )
     total = len(sentence_sizes(run.recipe, run.prepared.folder, subset)[0])
     left_out = total - len(translated)
     if left_out <= 0:
@@ -324,61 +339,60 @@ def _translation_facts(
 
 def _score(run: Run, section: Score, generated: Step) -> Step:
     """The step that scores translations, also by the BLEU pipeline of the headline metric."""
-    further = [name for name in CHAINS if name not in DEFAULT_CHAINS]
-    headline = next((name for name in further if CHAINS[name].key == section.headline), None)
-    values: Values = {"target-lang": run.recipe.data.target, "also": headline}
-    if run.recipe.data.running_text:  # the other pipelines need tokens
-        values.update({"also": None, "chain": SACREBLEU, "detokenized": True})
-    generate = run.recipe.generate
-    # If fairseq-generate has joined subwords, any @@ belongs to the text
-    if generate and generate.remove_bpe:
+    recipe = run.recipe
+    values: Values = {"target-lang": recipe.data.target, "also": None}
+    if recipe.data.running_text:  # the other pipelines need tokens
+        values.update({"chain": SACREBLEU, "detokenized": True})
+    else:
+        for name, chain in CHAINS.items():
+            if name not in DEFAULT_CHAINS and chain.key == section.headline:
+                values["also"] = name
+    if recipe.generate and recipe.generate.remove_bpe:
+        # fairseq-generate has joined subwords, so any @@ belongs to the text
         values["remove-bpe"] = "none"
-    values.update(section.flags, json=True)
-    if generate and generate.flags.get(SKIP):
+    values |= section.flags | {"json": True}
+    if recipe.generate and recipe.generate.flags.get(SKIP):
         values["allow-partial"] = True
     line = ["moa-fairseq", "score", positional(generated.output), *flags(values)]
     name = generated.name.replace("generate-", "score-", 1)
-    inputs: Mapping[str, Any] = {"translations": generated, "settings": dataclasses.asdict(section)}
-    return _scored(run, name, f"{name}.json", line, inputs, "out")
+    inputs = {"translations": generated, "settings": dataclasses.asdict(section)}
+    return _scored(run, name, f"{name}.json", line, inputs)
 
 
-def _evaluate(run: Run, section: Score, subset: str, model_steps: list[Step]) -> Step:
+def _evaluate(run: Run, section: Score, subset: str, model_step: Step | None) -> Step:
     """The step of a language model's perplexity or a classifier's accuracy, in fp32 like translations."""
     kind = run.recipe.kind
     name = f"score-{subset}"
     model = str(run.model_path)
-    inputs = _evaluated(run, dataclasses.asdict(section), subset, model_steps)
+    inputs = _evaluation_inputs(run, dataclasses.asdict(section), subset, model_step)
     if kind == CAUSAL_LM:
         line = run.command("fairseq-eval-lm", {"path": model, "gen-subset": subset} | section.flags)
         # The first configuration of logging determines the place of its log.
-        return _scored(run, name, f"eval-lm-{subset}.txt", line, inputs, "both")
+        return _scored(run, name, f"eval-lm-{subset}.txt", line, inputs, captured="both")
     data = str(run.prepared.folder)
     flag = "classifier" if kind == CLASSIFICATION else "masked-lm"
-    values = {flag: model, "data": data, "subset": subset} | section.flags
-    values.update(json=True, cpu=not run.hardware.gpus)
+    values: Values = {flag: model, "data": data, "subset": subset} | section.flags
+    values |= {"json": True, "cpu": not run.hardware.gpus}
     line = ["moa-fairseq", *flags({"user-dir": run.options.user_dir}), "score", *flags(values)]
-    return _scored(run, name, f"{name}.json", line, inputs, "out")
+    return _scored(run, name, f"{name}.json", line, inputs)
 
 
-def _zero_shot(run: Run, tasks: list[str], model_steps: list[Step]) -> Step:
+def _zero_shot(run: Run, tasks: list[str], model_step: Step | None) -> Step:
     """The step of accuracies on tasks of lm_eval; the command also adds them to the run's result.json."""
-    line = [
-        "moa-fairseq",
-        *flags({"user-dir": run.options.user_dir}),
-        "zero-shot",
-        positional(run.folder),
-    ]
+    plugin = flags({"user-dir": run.options.user_dir})
+    line = ["moa-fairseq", *plugin, "zero-shot", positional(run.folder)]
     line += flags({"tasks": ",".join(tasks), "output": OUT, "cpu": not run.hardware.gpus})
-    inputs = _evaluated(run, {"tasks": tasks}, "", model_steps)
+    inputs = _evaluation_inputs(run, {"tasks": tasks}, "", model_step)
     return Step(ZERO_SHOT, run.folder / OUTPUT, line, inputs, conditions=run.conditions)
 
 
-def _scored(run: Run, name: str, file: str, line: list[str], inputs: Any, captured: str) -> Step:
-    """A step whose output must have scores."""
+def _scored(
+    run: Run, name: str, file: str, line: list[str], inputs: Any, captured: str = "out"
+) -> Step:
+    """A step that captures scores, and checks that there are any."""
 
     def finish(scores: Path) -> None:
         scores_in(scores, run.recipe, run.prepared.folder, name.removeprefix("score-"))
 
-    return Step(
-        name, run.folder / file, line, inputs, captured, finish=finish, conditions=run.conditions
-    )
+    output = run.folder / file
+    return Step(name, output, line, inputs, captured, finish=finish, conditions=run.conditions)

@@ -24,10 +24,12 @@ _COUNT = r"[0-9][0-9,]{0,30}"
 _PARAMETERS = re.compile(rf"num\. (?:shared|expert) model params: ({_COUNT})")
 _UPDATED = re.compile(rf"(?<![0-9,])({_COUNT}) of {_COUNT} parameters are updated")
 _LOADED = re.compile(r" \(epoch [0-9]{1,18} @ ([0-9]{1,18}) updates\)")
-_NUMBERS = ("epoch", "update", "num_updates", "train_num_updates", "valid_num_updates")
+_NUMBER_KEYS = ("epoch", "update", "num_updates", "train_num_updates", "valid_num_updates")
 _SKIPPED = re.compile(r"\bwill be skipped\b|\bskipping\b")
-_BEGINS = "Start iterating over samples"
-_CHECK = " | moa_fairseq.plugin.patches.kernel_check | "  # the logger that reports on the kernels
+_TRAINING_BEGINS = "Start iterating over samples"
+_KERNEL_CHECK = (
+    " | moa_fairseq.plugin.patches.kernel_check | "  # the logger that reports on the kernels
+)
 LogRecord = dict[str, Any]  # a line of fairseq's log
 
 
@@ -46,9 +48,9 @@ def parse_record(line: str) -> LogRecord | None:
     return None
 
 
-def wrong_number(record: LogRecord) -> str | None:
+def key_of_bad_number(record: LogRecord) -> str | None:
     """The key of an epoch or a number of updates that is not a number; None if all is well."""
-    for key in _NUMBERS:
+    for key in _NUMBER_KEYS:
         if key in record and finite(record[key]) is None:
             return key
     return None
@@ -77,9 +79,11 @@ def read_records(path: Path) -> Iterator[LogRecord]:
                 record = parse_record(line.strip())
                 if record is None:
                     continue
-                if wrong := wrong_number(record):
-                    problem = f"{wrong} is {reprlib.repr(record[wrong])}, which is not a number"
-                    raise UserError(f"{path}, line {number}: {problem}. Delete this damaged line.")
+                if wrong := key_of_bad_number(record):
+                    raise UserError(
+                        f"{path}, line {number}: {wrong} is {reprlib.repr(record[wrong])}, which is not a "
+                        "number. Delete this damaged line."
+                    )
                 yield record
 
 
@@ -122,27 +126,25 @@ def summarise(path: Path) -> dict[str, Any]:
     records = list(read_records(path))
     # An interrupted epoch ends twice; its last record covers all of it.
     epochs = {finite(record["epoch"]): record for record in records if "train_loss" in record}
-    tokens = seconds = before = 0.0
+    tokens = seconds = previous_updates = 0.0
     for record in epochs.values():  # not by fairseq's times, which are whole seconds
         updates = updates_of(record)
         speed = finite(record.get("train_wps")) or 0.0
-        in_epoch = (finite(record.get("train_wpb")) or 0.0) * (updates - before)
-        before = updates
+        epoch_tokens = (finite(record.get("train_wpb")) or 0.0) * (updates - previous_updates)
+        previous_updates = updates
         if speed:
-            tokens += in_epoch
-            seconds += in_epoch / speed
-    pace = finite(tokens / seconds) if seconds else None
+            tokens += epoch_tokens
+            seconds += epoch_tokens / speed
+    tokens_per_second = finite(tokens / seconds) if seconds else None
     summary: dict[str, Any] = {
         "updates": max(map(updates_of, records), default=0),
         "epochs": len(epochs),
         "train_seconds": round(seconds, 1) if math.isfinite(seconds) else None,
-        "tokens_per_second": None if pace is None else round(pace, 1),
+        "tokens_per_second": None if tokens_per_second is None else round(tokens_per_second, 1),
     }
-    for record in reversed(records):
-        if "valid_loss" in record:
-            if "valid_accuracy" not in record:
-                summary["valid_ppl"] = finite(record.get("valid_ppl", 0) or 0)
-            break
+    validations = [record for record in records if "valid_loss" in record]
+    if validations and "valid_accuracy" not in validations[-1]:
+        summary["valid_ppl"] = finite(validations[-1].get("valid_ppl") or 0)
     return summary
 
 
@@ -157,7 +159,7 @@ class TrainLog:
         updated: the number of trained parameters, if the task logs it.
         started: the start of this session by time.monotonic(), in seconds, and the fraction of the training
             that was done then; None until they are known.
-        goes_on: whether this session resumes from a checkpoint; the first record gives the fraction done.
+        resumes: whether this session resumes from a checkpoint; the first record gives the fraction done.
         skipped: messages about skipped sentences, which fairseq repeats in every epoch.
     """
 
@@ -167,41 +169,47 @@ class TrainLog:
     parameters: list[int] = dataclasses.field(default_factory=list)
     updated: int | None = None
     started: tuple[float, float] | None = None
-    goes_on: bool = False
+    resumes: bool = False
     skipped: set[str] = dataclasses.field(default_factory=set)
 
     def __call__(self, line: str) -> None:
         """Take one line of standard output."""
         record = parse_record(line)
-        if record is not None and wrong_number(record):
-            return  # another program's line: no line of the log may end a training
         if record is not None:
-            text = f"{json.dumps(record)}\n"
-            with disk_errors(self.path), open(self.path, "a+b") as stream:
-                stream.seek(max(0, stream.tell() - 1))
-                if stream.read(1) not in (b"", b"\n"):  # a crash cut off the last line
-                    text = f"\n{text}"
-                stream.write(text.encode())
-            self._show(record)
+            if not key_of_bad_number(
+                record
+            ):  # else another program's line, which may not end a training
+                self._save(record)
+                self._show(record)
         elif match := _PARAMETERS.search(line):
-            self.parameters.append(int(match.group(1).replace(",", "")))
+            self.parameters.append(_count(match))
         elif match := _UPDATED.search(line):
-            self.updated = int(match.group(1).replace(",", ""))
+            self.updated = _count(match)
             print(f"  {match.group(0)}", flush=True)
-        elif _CHECK in line:
-            self._print(f"  {line.partition(_CHECK)[2]}", last=True)
+        elif _KERNEL_CHECK in line:
+            self._print(f"  {line.partition(_KERNEL_CHECK)[2]}")
         elif _SKIPPED.search(line):
             message = line.rsplit(" | ", 1)[-1]
             if message not in self.skipped:
                 self.skipped.add(message)
-                self._print(f"  fairseq: {message}", last=True)
-        elif _BEGINS in line and not (self.started or self.goes_on):
+                self._print(f"  fairseq: {message}")
+        elif _TRAINING_BEGINS in line and not (self.started or self.resumes):
             self.started = (time.monotonic(), 0.0)
         elif "Loaded checkpoint " in line and (match := _LOADED.search(line)):
-            prune(self.path, int(match.group(1)))
-            self.goes_on = int(match.group(1)) > 0
-            if self.goes_on:  # a pretrained model counts from 0
-                print(f"  resuming from update {int(match.group(1)):,}", flush=True)
+            updates = _count(match)
+            prune(self.path, updates)
+            self.resumes = updates > 0
+            if self.resumes:  # a pretrained model counts from 0
+                print(f"  resuming from update {updates:,}", flush=True)
+
+    def _save(self, record: LogRecord) -> None:
+        """Add a record to the file, on a new line even if a crash cut off the last line."""
+        text = f"{json.dumps(record)}\n"
+        with disk_errors(self.path), open(self.path, "a+b") as stream:
+            stream.seek(max(0, stream.tell() - 1))
+            if stream.read(1) not in (b"", b"\n"):
+                text = f"\n{text}"
+            stream.write(text.encode())
 
     def _show(self, record: LogRecord) -> None:
         """Show a record as a line of progress."""
@@ -210,17 +218,19 @@ class TrainLog:
         if "valid_loss" in record:
             name = "accuracy" if "valid_accuracy" in record else "ppl"
             score = record.get(f"valid_{name}", "?")
-            self._print(f"  epoch {epoch}: valid {name} {score}, update {updates:,}", last=True)
+            self._print(f"  epoch {epoch}: valid {name} {score}, update {updates:,}")
         elif "train_loss" in record:
             state = f"train loss {record['train_loss']}, {record.get('train_wps', '?')} tokens/s"
-            self._print(f"  epoch {epoch}: {state}{self._time_left(epoch, updates)}", last=True)
+            self._print(f"  epoch {epoch}: {state}{self._time_left(epoch, updates)}")
         else:
             end = f" (of {self.max_epoch} epochs)"
             if self.max_update:
                 end = f" of {self.max_update:,}"
             state = f"loss {record.get('loss', '?')}, {record.get('wps', '?')} tokens/s"
             remaining = self._time_left(finite(record.get("update", epoch - 1)) or 0.0, updates)
-            self._print(f"  epoch {epoch}, update {updates:,}{end}: {state}{remaining}", last=False)
+            self._print(
+                f"  epoch {epoch}, update {updates:,}{end}: {state}{remaining}", replaceable=True
+            )
 
     def _time_left(self, epochs: float, updates: int) -> str:
         """The remaining time at the speed of this session; "" while it is unknown."""
@@ -235,14 +245,13 @@ class TrainLog:
         return f", about {datetime.timedelta(seconds=round(seconds))} left"
 
     @staticmethod
-    def _print(text: str, last: bool) -> None:
-        """Print a line; on a terminal it replaces the progress line before it.
-
-        Args:
-            text: the line.
-            last: False for a progress line, which the next line replaces on a terminal.
-        """
+    def _print(text: str, replaceable: bool = False) -> None:
+        """Print a line. On a terminal it replaces a replaceable line before it."""
         if sys.stdout.isatty():
-            print(f"\r\x1b[K{text}", end="\n" if last else "", flush=True)
+            print(f"\r\x1b[K{text}", end="" if replaceable else "\n", flush=True)
         else:
             print(text, flush=True)
+
+
+def _count(match: re.Match[str]) -> int:
+    return int(match.group(1).replace(",", ""))

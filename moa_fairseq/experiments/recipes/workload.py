@@ -14,12 +14,13 @@ from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 # Bytes that a batch in half precision holds for a token, fitted to the four peaks in
 # results/benchmarks/training-cuda.json: per MAC of the attention and of the feed-forward, divided by the
 # model's width, and per symbol of the vocabulary, which is a MAC of the output divided by the width.
-BATCH_BYTES = {"attention": 1.94, "feed_forward": 2.46, "output": 12.7}
+ATTENTION_BYTES = 1.94
+FEED_FORWARD_BYTES = 2.46
+OUTPUT_BYTES = 12.7
 MASKED = 0.15  # fraction of a masked language model's tokens that have outputs
 FALLBACK_VOCABULARY = 32000  # if table, data and recipe do not give the number of symbols
-FALLBACK_LENGTH = (
-    512  # tokens of both sentences, if neither data nor recipe give their mean lengths
-)
+# Tokens of both sentences, if neither data nor recipe give their mean lengths
+FALLBACK_LENGTH = 512
 
 
 class Workload(NamedTuple):
@@ -51,14 +52,15 @@ class Workload(NamedTuple):
             precision: see `precision_name`.
             masked: True for a masked language model, which has outputs for some tokens only.
         """
-        macs = {"attention": 0.0}
-        for part, number in self.cost.macs.items():
-            if part.endswith("attention"):
-                macs["attention"] += number
-        macs["feed_forward"] = self.cost.macs["feed_forward"]
-        macs["output"] = self.cost.macs["output"] * (MASKED if masked else 1)
+        macs = self.cost.macs
+        attention = sum(macs[part] for part in macs if part.endswith("attention"))
+        output = macs["output"] * (MASKED if masked else 1)
         width = next(m.embedding_dim for m in self.model.modules() if isinstance(m, nn.Embedding))
-        per_pair = sum(BATCH_BYTES[part] * number for part, number in macs.items()) / width
+        per_pair = (
+            ATTENTION_BYTES * attention
+            + FEED_FORWARD_BYTES * macs["feed_forward"]
+            + OUTPUT_BYTES * output
+        ) / width
         per_token = per_pair / max(self.lengths)
         return per_token * (2 if precision == "fp32" else 1)
 

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.data.prepare import content_digest
-from moa_fairseq.experiments.recipes.batch import fit
+from moa_fairseq.experiments.recipes.batch import fit_devices
 from moa_fairseq.experiments.recipes.checkpoints import prepared_data
 from moa_fairseq.experiments.recipes.claim import data_differences
-from moa_fairseq.experiments.recipes.hardware import choose_devices, detect_hardware, precision_name
+from moa_fairseq.experiments.recipes.hardware import choose_devices, detect_hardware
+from moa_fairseq.experiments.recipes.precision import precision_name
 from moa_fairseq.experiments.recipes.result import maker
 from moa_fairseq.experiments.records.json_files import selected
 from moa_fairseq.experiments.study.design import Run, Study
@@ -91,7 +92,9 @@ class Workspace(NamedTuple):
         devices = choose_devices(detect_hardware(), self.gpus, dry_run=False)
         recipe = run.load()
         if devices.gpus > 1:  # a small batch leaves some of them out
-            recipe, devices, _ = fit(recipe, devices, prepared_data(self.folders / run.name))
+            recipe, devices, _ = fit_devices(
+                recipe, devices, prepared_data(self.folders / run.name)
+            )
         precision = precision_name(recipe.train.precision, devices, recipe.model)
         return Conditions(f"{devices.describe()}, {self.study.threads} threads", precision)
 

@@ -9,7 +9,7 @@ import pytest
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes import batch as batch_module
-from moa_fairseq.experiments.recipes.batch import fit, plan_batch
+from moa_fairseq.experiments.recipes.batch import fit_devices, plan_batch
 from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, find_world
 from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.recipes.run import Options
@@ -45,7 +45,7 @@ def quick(small, write_config, tmp_path, preprocess):
 def test_more_devices_than_the_longest_sentence_allows_are_left_out(
     quick, devices, used, share
 ):
-    recipe, hardware, warning = fit(quick[0], gpus(devices), quick[1])
+    recipe, hardware, warning = fit_devices(quick[0], gpus(devices), quick[1])
     batch = plan_batch(recipe.train, hardware.devices)
     assert (hardware.gpus, batch.max_tokens) == (used, share)
     numbers = ",".join(map(str, range(used)))
@@ -93,7 +93,7 @@ def test_the_commands_and_the_run_use_fewer_devices(
 def test_machines_that_train_together_are_told_how_many_may(quick):
     together = dataclasses.replace(gpus(8), world=find_world(8, 2, 0, "head", {}))
     with pytest.raises(UserError, match=r"16 devices .* 141\. .* at most 7"):
-        fit(quick[0], together, quick[1])
+        fit_devices(quick[0], together, quick[1])
 
 
 def test_iwslt_on_32_devices_without_data_goes_by_the_known_size(capsys, tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_iwslt_on_32_devices_without_data_goes_by_the_known_size(capsys, tmp_pat
     ],
 )
 def test_no_sample_of_a_language_model_is_cut(shipped, name, devices, used, share):
-    recipe, hardware, _ = fit(shipped(name), gpus(devices), None)
+    recipe, hardware, _ = fit_devices(shipped(name), gpus(devices), None)
     assert hardware.devices == used
     assert plan_batch(recipe.train, used).max_tokens == share >= recipe.train.min_tokens
 
@@ -130,7 +130,7 @@ def test_a_class_token_stands_before_the_longest_sentence(shipped, tmp_path, mon
     monkeypatch.setattr(batch_module, "sentence_sizes", lambda *_: (sizes, sizes))
     for override, longest in (([], 91), (["train.flags.init-token=null"], 90)):
         assert (
-            fit(shipped("listops_transformer_8h", *override), gpus(1), tmp_path)[
+            fit_devices(shipped("listops_transformer_8h", *override), gpus(1), tmp_path)[
                 0
             ].train.min_tokens
             == longest
@@ -155,9 +155,12 @@ def test_what_the_recipe_says_counts_and_what_no_device_could_take_does_not(quic
         dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, **values))
         for values in ({"min_tokens": 64}, {"max_tokens": 100}, {"min_tokens": 1024})
     )
-    fitted, hardware, _ = fit(said, gpus(16), data)
+    fitted, hardware, _ = fit_devices(said, gpus(16), data)
     assert fitted.train.min_tokens == 64 and hardware.gpus == 16
-    assert fit(whole, gpus(2), data)[1].gpus == 1
+    assert fit_devices(whole, gpus(2), data)[1].gpus == 1
     # Those of 141 are skipped anywhere
-    assert fit(short, Hardware(), data)[0].train.min_tokens == 91
-    assert fit(recipe, Hardware(), data)[1:] == (Hardware(), "")  # a CPU stays one device
+    assert fit_devices(short, Hardware(), data)[0].train.min_tokens == 91
+    assert fit_devices(recipe, Hardware(), data)[1:] == (
+        Hardware(),
+        "",
+    )  # a CPU stays one device

@@ -11,8 +11,8 @@ from moa_fairseq.experiments.make import write_step_record
 from moa_fairseq.experiments.recipes.claim import (
     data_differences,
     differences,
-    settings,
-    settings_made,
+    finished_settings,
+    requested_settings,
 )
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
@@ -44,14 +44,16 @@ MULTI30K = {"train": 29000, "valid": 1014, "test": 1000}
 )
 def test_settings_that_differ_are_named(override, key, shipped):
     published = shipped("wmt14_ende_moa_base")
-    found = differences(published, settings(shipped("wmt14_ende_moa_base", override)), {})
+    found = differences(
+        published, requested_settings(shipped("wmt14_ende_moa_base", override)), {}
+    )
     assert [line.partition(":")[0] for line in found] == ([key] if key else [])
 
 
 def test_checkpoints_that_are_averaged_are_a_part_of_the_experiment(shipped):
     published = shipped("quickstart_moa")
     other = shipped("quickstart_moa", "train.flags.save-interval-updates=7")
-    assert differences(published, settings(other), {})
+    assert differences(published, requested_settings(other), {})
 
 
 def manifest(folder, **said):
@@ -224,4 +226,4 @@ def test_the_maker_of_a_run_is_its_training_or_without_one_its_evaluation(
 def test_only_the_content_of_records_counts_as_damage(shipped):
     """Not an error of this program."""
     with pytest.raises(TypeError):
-        settings_made(None, shipped("wmt14_ende_moa_base"))
+        finished_settings(None, shipped("wmt14_ende_moa_base"))

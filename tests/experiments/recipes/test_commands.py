@@ -17,10 +17,10 @@ from moa_fairseq.experiments.recipes.hardware import (
     detect_hardware,
     device_kind,
     find_world,
-    precision_name,
 )
 from moa_fairseq.experiments.recipes.loading import load_recipe
-from moa_fairseq.experiments.recipes.prepare_stage import show_of_corpus
+from moa_fairseq.experiments.recipes.precision import precision_name
+from moa_fairseq.experiments.recipes.prepare_stage import show_corpus_line
 from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.schema import Model, Train
@@ -66,7 +66,7 @@ def test_the_effective_batch_holds_on_any_number_of_devices(
     if effective:
         assert 0 <= effective - batch.effective < devices * freq
     assert ("rounding" in batch.describe()) == bool(effective and effective % devices)
-    assert plan(40, 400, 7).describe().startswith("WARNING:")  # by an eighth too small
+    assert plan(40, 400, 7).deviation == -1 / 8
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_of_the_corpus_a_run_shows_what_tells_something(said):
         "train  21,857  176,404  167,056",
     ]
     for line in ("downloading pip:p1==1.0", *packages, gap, *table, end):
-        show_of_corpus(line)
+        show_corpus_line(line)
     shown = [line.strip() for line in said]
     assert shown == [*(packages[number - 1] for number in (10, 20, 30, 40, 42)), gap, end]
 

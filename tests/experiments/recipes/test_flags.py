@@ -17,7 +17,7 @@ from fairseq.tasks import TASK_REGISTRY
 from moa_fairseq import process
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.recipes import hardware as module
+from moa_fairseq.experiments.recipes import precision as module
 from moa_fairseq.experiments.recipes.batch import (
     plan_batch,
     planned_updates,
@@ -28,11 +28,11 @@ from moa_fairseq.experiments.recipes.flags import check_flags
 from moa_fairseq.experiments.recipes.hardware import (
     Hardware,
     assumed_hardware,
-    check_sharding,
     find_world,
 )
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
-from moa_fairseq.experiments.recipes.rules import CANNOT_GO_ON, OWN, REFUSED
+from moa_fairseq.experiments.recipes.precision import check_parallel_flags
+from moa_fairseq.experiments.recipes.rules import PREVENTS_RESUMING, REFUSED, SET_BY_RUNNER
 from moa_fairseq.experiments.recipes.schema import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -84,7 +84,10 @@ def text_flags():
 def test_every_flag_that_names_a_file_was_looked_at():
     """A fairseq with another such flag fails here: it is refused, or known to read."""
     found = {name for name in text_flags() if NAMES_A_FILE.search(name)}
-    assert len(found) > 60 and found - {*READ.split(), *PLAIN.split(), *REFUSED, *OWN} == set()
+    assert (
+        len(found) > 60
+        and found - {*READ.split(), *PLAIN.split(), *REFUSED, *SET_BY_RUNNER} == set()
+    )
     wanted = {"post-save-script", "results-path", "save-predictions", "log-file", "aim-repo"}
     assert wanted <= found & {*REFUSED}
 
@@ -128,7 +131,7 @@ def test_no_section_takes_what_runs_or_writes(small, write_config, section, name
 
 @pytest.mark.parametrize(
     ("section", "name"),
-    [*(("train", name) for name in CANNOT_GO_ON), ("model", "no-save")],
+    [*(("train", name) for name in PREVENTS_RESUMING), ("model", "no-save")],
 )
 def test_flags_with_which_no_training_goes_on(small, write_config, section, name):
     """Each is one of fairseq-train, and named with what to say in its place."""
@@ -243,7 +246,7 @@ def test_sharding_and_precision(recipe, monkeypatch, overrides, hardware, messag
     there = None if "fairscale" in (message or "") else object()
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: there)
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
-        check_sharding(recipe(*overrides), hardware)
+        check_parallel_flags(recipe(*overrides), hardware)
 
 
 def warning(recipe, data=None, hardware=V100S):

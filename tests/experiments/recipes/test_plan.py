@@ -23,7 +23,7 @@ from moa_fairseq.experiments.recipes.batch import (
 from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, device_kind
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.memory import disk, parameter_bytes
-from moa_fairseq.experiments.recipes.planner import DEVICES, _is_of, plan
+from moa_fairseq.experiments.recipes.planner import DEVICES, _matches, plan
 from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.schema import Train
@@ -214,7 +214,7 @@ def test_a_speed_is_of_one_size_and_precision():
         parameters=work.cost.total_parameters,
         batch_tokens=8000,
     )
-    assert not _is_of(speed, recipe, work)  # the architecture has 8
+    assert not _matches(speed, recipe, work)  # the architecture has 8
 
 
 def test_a_batch_that_does_not_fit():

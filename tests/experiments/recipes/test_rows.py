@@ -59,8 +59,10 @@ def test_all_rows_are_run_one_after_the_other(started):
 def test_rows_that_differ_from_the_recipe_are_not_built(monkeypatch):
     """Each would take as long as the recipe itself."""
     builds = []
-    build = loading._built
-    monkeypatch.setattr(loading, "_built", lambda *args: builds.append(args) or build(*args))
+    build = loading._from_layers
+    monkeypatch.setattr(
+        loading, "_from_layers", lambda *args: builds.append(args) or build(*args)
+    )
     path = loading.shipped_recipes()["wmt14_ende_moa_base"]
     assert len(loading.load_recipe(path).rows) == 14
     assert len(builds) == 1

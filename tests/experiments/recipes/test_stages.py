@@ -871,7 +871,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced_by_an_older_one(
 
     monkeypatch.setattr(zipfile, "ZipFile", refused)
     with pytest.raises(PermissionError):
-        checkpoints.complete_the_last(tmp_path)
+        checkpoints.restore_last_checkpoint(tmp_path)
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == before
 
 

@@ -214,7 +214,7 @@ def test_conditions_name_only_the_gpus_that_a_small_batch_uses(monkeypatch):
     recipe = SimpleNamespace(train=SimpleNamespace(precision="fp16"), model=None)
     monkeypatch.setattr(conditions, "choose_devices", lambda *_, dry_run: Hardware(4))
     fewer = Hardware(2, "NVIDIA H100")
-    monkeypatch.setattr(conditions, "fit", lambda *_: (recipe, fewer, ""))
+    monkeypatch.setattr(conditions, "fit_devices", lambda *_: (recipe, fewer, ""))
     workspace = conditions.Workspace(SimpleNamespace(threads=1), Path(), None, gpus=4)
     run = SimpleNamespace(name="A-seed1", load=lambda: recipe)
     assert workspace.conditions(run).hardware.startswith("2 x NVIDIA H100")
