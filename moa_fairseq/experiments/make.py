@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.records.json_files import Values, changes, saved_json, write_json
@@ -26,7 +26,6 @@ OUT = "{out}"  # the output's place in a command
 STATE = "state.json"
 COMMANDS = "commands.sh"
 PARTIAL = ".partial"
-COMMENT = "#   "
 log = logging.getLogger(__name__)
 Inputs = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 Record = Values  # the entry of a step in STATE
@@ -51,7 +50,7 @@ class Step:
         finish: a function that gets the command's output, checks or completes it, and returns facts.
         in_place: True if the output is a folder in which the command itself resumes (fairseq's checkpoints).
             It resumes for another `goal`; other inputs are an error, so that no training is lost.
-        goal: the end of a step in place, as JSON values.
+        goal: the end of a step in place.
         ready: a function that prepares a folder with content for resuming in it.
         conditions: conditions for `provenance`, such as the hardware; or a function that returns them when
             the step begins.
@@ -73,8 +72,8 @@ class Step:
     upgrade: Callable[[Record], Record] = lambda record: record
 
     @property
-    def begun(self) -> bool:
-        """True if the output is a folder that is not empty."""
+    def has_content(self) -> bool:
+        """Whether the output is a folder that is not empty."""
         return self.output.is_dir() and any(self.output.iterdir())
 
     @property
@@ -122,36 +121,40 @@ def make(
             another program uses the folder for too long.
     """
     executor = executor or Executor()
-    commands = commands or folder / COMMANDS
-    facts = {}
-    prefix = COMMENT if whole else ""
+    workshop = _Workshop(folder, executor, commands or folder / COMMANDS, "#   " if whole else "")
     if dry_run:
         if whole:
             log.info("$ %s", whole)
         for command in filter(None, (step.command for step in steps if wanted(step))):
-            log.info("%s%s", prefix or "$ ", to_shell(command, executor.environment))
+            log.info("%s%s", workshop.prefix or "$ ", to_shell(command, executor.environment))
         return {}
+    facts = {}
     with locked(folder, patience), disk_errors(folder):
         remove_leftovers(folder, ".*.tmp")
         if whole:
-            keep_command(whole, commands)
+            keep_command(whole, workshop.commands)
         for step in steps:
             if wanted(step):
-                facts[step.name] = _make_one(step, folder, executor, commands, prefix)
+                facts[step.name] = _make_one(step, workshop)
             elif step.in_place:
                 records = read_step_records(folder)
                 record = step.upgrade(records.get(step.name, {}))
-                _refuse_others(step, record, _resolved(step, records))
+                _check_same_inputs(step, record, _resolved(step, records))
     return facts
 
 
-def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, prefix: str) -> Any:
-    """Make the output of a step, unless it is done. Returns its facts.
+class _Workshop(NamedTuple):
+    """What makes the steps of a folder: the executor, and the file that records commands behind a prefix."""
 
-    The order of writes makes a crash harmless. For a step in place it is: a record without a fingerprint, the
-    output, the whole record. For any other step: NAME.partial, the removal of the old record, the rename to
-    NAME, the new record. So no record ever has the fingerprint of another output.
-    """
+    folder: Path
+    executor: Executor
+    commands: Path
+    prefix: str
+
+
+def _make_one(step: Step, workshop: _Workshop) -> Any:
+    """Make the output of a step, unless it is done. Returns its facts."""
+    folder = workshop.folder
     records = read_step_records(folder)
     inputs = _resolved(step, records)
     record = step.upgrade(records.get(step.name, {}))
@@ -159,97 +162,101 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
         log.info("%s: done before (%s)", step.name, step.output)
         return record["facts"]
     conditions = step.conditions() if callable(step.conditions) else step.conditions
-    made_by = [provenance(**conditions)]
-    files = {}
+    session = provenance(**conditions)
     if step.in_place:
-        earlier_facts, made_by = _begin_in_place(step, record, inputs, made_by[0], folder)
-        facts = _execute(step, step.output, folder, executor, commands, prefix)
-        new_facts = {key: value for key, value in (facts or {}).items() if value is not None}
-        facts = earlier_facts | new_facts
-        made_by = made_by_of({"made_by": made_by}, step.output) or made_by
+        facts, made_by = _make_in_place(step, record, inputs, session, workshop)
+        files = {}
     else:
-        partial = step.output.with_name(step.output.name + PARTIAL)
-        step.output.parent.mkdir(parents=True, exist_ok=True)
-        remove(partial)
-        facts = _execute(step, partial, folder, executor, commands, prefix)
-        write_step_record(folder, step.name)
-        replace(partial, step.output)
+        facts = _make_anew(step, workshop)
+        made_by = [session]
         files = _sizes(step.output, folder)
     goal = dict(step.goal)
     inputs.update(step.used(facts, False))
-    fingerprint = fingerprint_of(inputs, goal)
     outcome = {"inputs": inputs, "goal": goal, "facts": facts, "files": files, "made_by": made_by}
-    write_step_record(folder, step.name, fingerprint=fingerprint, **outcome)
+    write_step_record(folder, step.name, fingerprint=fingerprint_of(inputs, goal), **outcome)
     return facts
 
 
 def _is_done(step: Step, record: Record, inputs: Values, folder: Path) -> bool:
-    """True if the record has these inputs and this goal, and the output has not changed since."""
-    used = dict(step.used(record.get("facts"), True))
-    fingerprint = fingerprint_of(inputs | used, dict(step.goal))
+    """Whether the record has these inputs and this goal, and the output has not changed since."""
     if not record.get("fingerprint"):
         return False
-    if fingerprint_of(record["inputs"], record.get("goal", {})) != fingerprint:
+    inputs = inputs | dict(step.used(record["facts"], True))
+    recorded = fingerprint_of(record["inputs"], record.get("goal", {}))
+    if recorded != fingerprint_of(inputs, dict(step.goal)):
         return False
     if step.in_place:
-        return step.begun
+        return step.has_content
     files = record["files"]
     return bool(files) and files.items() <= _sizes(step.output, folder).items()
 
 
-def _begin_in_place(
-    step: Step, record: Record, inputs: Values, session: Values, folder: Path
-) -> tuple[Values, list[Values]]:
-    """Record that a step in place begins. Returns the earlier facts, and all sessions including this one.
+def _make_anew(step: Step, workshop: _Workshop) -> Any:
+    """Make an output that replaces an earlier one. Returns its facts.
 
-    The record is written before the command starts, so that the inputs of an interrupted step are known.
+    The order of writes makes a crash harmless: NAME.partial, the removal of the old record, the rename to
+    NAME, the new record. So no record ever has the fingerprint of another output.
+    """
+    partial = step.output.with_name(step.output.name + PARTIAL)
+    step.output.parent.mkdir(parents=True, exist_ok=True)
+    remove(partial)
+    facts = _execute(step, partial, workshop)
+    write_step_record(workshop.folder, step.name)
+    replace(partial, step.output)
+    return facts
+
+
+def _make_in_place(
+    step: Step, record: Record, inputs: Values, session: Values, workshop: _Workshop
+) -> tuple[Values, list[Values]]:
+    """Begin or resume a step in place. Returns its facts, and the sessions that made it.
+
+    A record without a fingerprint is written first, so that an interrupted step's inputs are known.
     """
     facts: Values = {}
-    made_by = [session]
-    _refuse_others(step, record, inputs)
-    if step.begun:
+    sessions: list[Values] = []
+    _check_same_inputs(step, record, inputs)
+    if step.has_content:
         facts = record.get("facts") or {}
-        made_by = [*made_by_of(record, step.output), session]
+        sessions = made_by_of(record, step.output)
         step.ready()
     session["from"] = _contents(step.output)
-    write_step_record(folder, step.name, inputs=inputs, facts=facts, made_by=made_by)
-    return facts, made_by
+    begun = {"inputs": inputs, "facts": facts, "made_by": [*sessions, session]}
+    write_step_record(workshop.folder, step.name, **begun)
+    for key, value in (_execute(step, step.output, workshop) or {}).items():
+        if value is not None:  # a resumed training may not measure all of its facts again
+            facts[key] = value
+    # The session of a training that had nothing left to do is left out, unless it is the only one
+    return facts, made_by_of(begun, step.output) or [session]
 
 
-def _execute(
-    step: Step, output: Path, folder: Path, executor: Executor, commands: Path, prefix: str
-) -> Any:
-    """Run the command or function that writes `output`. Returns its facts.
-
-    Raises:
-        UserError: if it fails, or `output` is missing or empty.
-    """
+def _execute(step: Step, output: Path, workshop: _Workshop) -> Any:
+    """Run the command or function that writes `output`, which must not be empty. Returns its facts."""
+    log_file = workshop.folder / f"{step.name}.log"
     if callable(step.argv):
         facts = step.argv(output)
     else:
-        line = to_shell(step.command, executor.environment)
+        line = to_shell(step.command, workshop.executor.environment)
         log.info("$ %s", line)
-        keep_command(prefix + line, commands)
+        keep_command(workshop.prefix + line, workshop.commands)
         words = [word.replace(OUT, str(output)) for word in step.argv]
-        executor.run(
-            step.command if step.in_place else words,
-            folder / f"{step.name}.log",
+        workshop.executor.run(
+            words,
+            log_file,
             output=output if step.captured else None,
             on_line=step.watch,
             errors_too=step.captured == "both",
         )
         facts = step.finish(output)
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        raise UserError(
-            f"{step.name} ended without writing {step.output}; see {folder / step.name}.log."
-        )
+        raise UserError(f"{step.name} ended without writing {step.output}; see {log_file}.")
     return facts
 
 
-def _refuse_others(step: Step, record: Record, inputs: Values) -> None:
+def _check_same_inputs(step: Step, record: Record, inputs: Values) -> None:
     """Raise UserError if a step in place was begun with other inputs."""
     before = record.get("inputs")
-    if before == inputs or not step.begun:
+    if before == inputs or not step.has_content:
         return
     remedy = "Use another --save-dir, or --restart to move this one aside and start again."
     if before is None:
@@ -264,24 +271,23 @@ def _refuse_others(step: Step, record: Record, inputs: Values) -> None:
 
 def _resolved(step: Step, records: Mapping[str, Any]) -> Values:
     """The inputs of a step as state.json has them. Raises UserError for a missing file."""
-
-    def plain(value: Any) -> Any:
+    inputs = step.inputs() if callable(step.inputs) else step.inputs
+    resolved = {}
+    for name, value in inputs.items():
         if isinstance(value, Step):
             if not value.output.exists():
-                stage = value.name.partition("-")[0]
-                raise UserError(
-                    f"{value.output} is missing: run --stage {stage} first (or --stage all)."
-                )
-            fingerprint = records.get(value.name, {}).get("fingerprint")
-            return [fingerprint, *(file_signature(value.output) if value.output.is_file() else ())]
-        if isinstance(value, Path):
+                remedy = f"run --stage {value.name.partition('-')[0]} first (or --stage all)"
+                raise UserError(f"{value.output} is missing: {remedy}.")
+            resolved[name] = [records.get(value.name, {}).get("fingerprint")]
+            if value.output.is_file():
+                resolved[name] += file_signature(value.output)
+        elif isinstance(value, Path):
             if not value.is_file():
                 raise UserError(f"{value} is missing: {step.name} needs it.")
-            return file_signature(value)
-        return value
-
-    inputs = step.inputs() if callable(step.inputs) else step.inputs
-    return json.loads(json.dumps({name: plain(value) for name, value in inputs.items()}))
+            resolved[name] = file_signature(value)
+        else:
+            resolved[name] = value
+    return json.loads(json.dumps(resolved))  # tuples become lists, as in the record
 
 
 def _contents(folder: Path) -> str:
@@ -312,9 +318,10 @@ def _is_entry(record: Any) -> bool:
     """Whether a value of state.json is a step's entry that this version wrote."""
     if not isinstance(record, dict) or "inputs" not in record:
         return False
+    if record.get("fingerprint") is not None and not {"files", "facts"} <= record.keys():
+        return False
     kinds = {"inputs": dict, "files": dict, "goal": dict, "made_by": list}
-    has_kinds = all(isinstance(record[key], kind) for key, kind in kinds.items() if key in record)
-    return has_kinds and (record.get("fingerprint") is None or {"files", "facts"} <= record.keys())
+    return all(isinstance(record.get(key, kind()), kind) for key, kind in kinds.items())
 
 
 def made_by_of(record: Record, output: Path | None = None) -> list[Values]:
@@ -356,14 +363,9 @@ def keep_command(line: str, commands: Path) -> None:
         commands: the script, which is made if necessary.
     """
     refuse_link(commands)
-    lines = []
+    lines = ["#!/usr/bin/env bash", "# What was executed here, in order.", "set -euo pipefail"]
     if commands.is_file():
-        lines = commands.read_text("utf-8").splitlines()
-    lines = lines or [
-        "#!/usr/bin/env bash",
-        "# What was executed here, in order.",
-        "set -euo pipefail",
-    ]
+        lines = commands.read_text("utf-8").splitlines() or lines
     if line not in lines:
         with atomic_write(commands) as stream:
             stream.write("\n".join([*lines, line]) + "\n")
@@ -389,11 +391,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def replace(new: Path, old: Path) -> None:
-    """Rename `new` to `old`. An old folder is first moved aside, and removed last."""
-    aside = old.with_name(f"{old.name}.old")
+def replace(new: Path, target: Path) -> None:
+    """Rename `new` to `target`. A folder that is there is first moved aside, and removed last."""
+    aside = target.with_name(f"{target.name}.old")
     remove(aside)
-    if old.is_dir() or (new.is_dir() and old.exists()):
-        os.replace(old, aside)
-    os.replace(new, old)
+    if target.is_dir() or (new.is_dir() and target.exists()):
+        os.replace(target, aside)
+    os.replace(new, target)
     remove(aside)

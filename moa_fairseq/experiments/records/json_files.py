@@ -53,7 +53,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 # In addition to its own errors PyYAML passes on any error of a value that does not fit its tag
 # (`!!bool maybe`), and Python's for text that is nested too deeply, and for numbers of some thousand digits.
-_ODD = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_PARSE_ERRORS = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _TAGS = [
     f"tag:yaml.org,2002:{name}"
     for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge")
@@ -93,10 +93,10 @@ def read_json_lines(path: Path, remedy: str) -> dict[int, Any]:
         FileNotFoundError: if there is no such file.
         UserError: see `read_json`; the message names the line.
     """
-    return _read(path, "JSON", lambda text: _values(text, path), remedy)
+    return _read(path, "JSON", lambda text: _parse_lines(text, path), remedy)
 
 
-def _values(text: str, path: Path) -> dict[int, Any]:
+def _parse_lines(text: str, path: Path) -> dict[int, Any]:
     """The values of the lines of a text, without a last line that was cut off."""
     values = {}
     lines = text.split("\n")
@@ -125,7 +125,7 @@ def append_json_line(path: Path, content: Any) -> None:
         UserError: if the disk is full, or the file cannot be written or locked or is not an ordinary file.
     """
     line = json.dumps(content).encode("ascii") + b"\n"
-    with _held(path) as stream:
+    with _locked(path) as stream:
         stream.seek(0)
         last_line = stream.read().rpartition(b"\n")[2]
         if _is_json(last_line):
@@ -146,12 +146,12 @@ def check_appendable(path: Path) -> None:
     Raises:
         UserError: see `append_json_line`.
     """
-    with _held(path):
+    with _locked(path):
         pass
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[IO[bytes]]:
+def _locked(path: Path) -> Iterator[IO[bytes]]:
     """A locked file, to which no other process can append meanwhile."""
     refuse_link(path)
     refuse_irregular(path, "File")
@@ -160,9 +160,8 @@ def _held(path: Path) -> Iterator[IO[bytes]]:
         try:
             with portalocker.Lock(path, "a+b", timeout=LOCK_SECONDS) as stream:
                 yield stream
-        except (
-            portalocker.LockException
-        ) as error:  # held by another process, or no locks on this disk
+        # Another process holds it, or the disk has no locks
+        except portalocker.LockException as error:
             refuse_without_locks(path, error)
             remedy = "Look for what holds it, and run the same command again."
             raise UserError(
@@ -207,10 +206,9 @@ def saved_json(path: Path) -> Values:
     except FileNotFoundError:
         return {}
     except UserError as error:  # damaged
+        cause = error.__cause__
         # NotADirectoryError: a folder of the path is a file, so that this file cannot exist
-        if isinstance(error.__cause__, OSError) and not isinstance(
-            error.__cause__, NotADirectoryError
-        ):
+        if isinstance(cause, OSError) and not isinstance(cause, NotADirectoryError):
             raise
         return {}
     return content if isinstance(content, dict) else {}
@@ -225,12 +223,12 @@ def _read(path: Path, language: str, parse: Callable[[str], Any], remedy: str) -
         if len(data) > MOST_BYTES[language]:
             raise ValueError(f"more than {MOST_BYTES[language]:,} bytes")
         content = parse(data.decode())
-        json.dumps(content, ensure_ascii=False).encode()
+        json.dumps(content, ensure_ascii=False).encode()  # raises for values that JSON lacks
     except FileNotFoundError:
         raise
     except OSError as error:  # from opening or reading; it has the reason
         raise UserError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
-    except _ODD as error:
+    except _PARSE_ERRORS as error:
         reason = " ".join(str(error).split())[:500]
         raise UserError(f"{path} is not valid {language}: {reason}. {remedy}") from error
     return content
@@ -270,13 +268,13 @@ def _load_yaml(text: str, name: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _count(node, {})
+        _checked_count(node, {})
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
-def _count(node: yaml.Node, counted: dict[int, int]) -> int:
+def _checked_count(node: yaml.Node, counted: dict[int, int]) -> int:
     """The number of values in a node, with every alias written out.
 
     Args:
@@ -286,26 +284,24 @@ def _count(node: yaml.Node, counted: dict[int, int]) -> int:
     Raises:
         YAMLError: if the node contains itself, too many values, a key twice, or a value of another kind.
     """
-    if id(node) not in counted:
-        counted[id(node)] = 0
-        children = []
-        if isinstance(node, yaml.MappingNode):
-            children = [part for pair in node.value for part in pair]
-            names = set()
-            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-                if (key.tag, key.value) in names:
-                    _refuse(f"duplicate key {key.value[:80]}", key)
-                names.add((key.tag, key.value))
-        elif isinstance(node, yaml.SequenceNode):
-            children = node.value
-        if node.tag not in _TAGS:
-            _refuse(f"a value of the kind {node.tag[:80]}", node)
-        total = 1 + sum(_count(child, counted) for child in children)
-        if total > MOST_VALUES:
-            _refuse(f"more than {MOST_VALUES:,} values, each alias written out", node)
-        counted[id(node)] = total
-    elif not counted[id(node)]:
-        _refuse("a value that holds itself", node)
+    if id(node) in counted:
+        if counted[id(node)] == 0:
+            _refuse("a value that holds itself", node)
+        return counted[id(node)]
+    counted[id(node)] = 0
+    if node.tag not in _TAGS:
+        _refuse(f"a value of the kind {node.tag[:80]}", node)
+    children = node.value if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
+        children = [part for pair in node.value for part in pair]
+        names = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in names:
+                _refuse(f"duplicate key {key.value[:80]}", key)
+            names.add((key.tag, key.value))
+    counted[id(node)] = 1 + sum(_checked_count(child, counted) for child in children)
+    if counted[id(node)] > MOST_VALUES:
+        _refuse(f"more than {MOST_VALUES:,} values, each alias written out", node)
     return counted[id(node)]
 
 

@@ -61,11 +61,14 @@ def combined(sessions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for key in dict.fromkeys(key for session in sessions for key in session):
         values = [session[key] for session in sessions if session.get(key) is not None]
-        record[key] = values[-1] if values else None
-        if values and all(isinstance(value, dict) for value in values):
+        if not values:
+            record[key] = None
+        elif all(isinstance(value, dict) for value in values):
             record[key] = combined(values)
         elif key != "date" and all(isinstance(value, str) for value in values):
-            record[key] = ", ".join(dict.fromkeys(values)) or None
+            record[key] = ", ".join(dict.fromkeys(values))
+        else:
+            record[key] = values[-1]
     return record
 
 
@@ -74,7 +77,7 @@ def versions() -> dict[str, str | None]:
     tools = tool_versions()
     fairseq = tools.get("ve-fairseq") or tools.get("fairseq")
     names = ("python", "torch", "moa_fairseq")
-    return dict({name: tools.get(name) for name in names}, fairseq=fairseq)
+    return {name: tools.get(name) for name in names} | {"fairseq": fairseq}
 
 
 def tool_versions() -> dict[str, str]:
@@ -96,28 +99,39 @@ def commit() -> str | None:
     Raises:
         UserError: if git does not answer, or refuses to read the repository.
     """
-    from_environment = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
+    given = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
+    try:
+        found = _commit_of_repository()
+    except UserError:
+        if given is None:
+            raise
+        return given
+    if found is None or DIRTY in found:
+        return given or found
+    return found
+
+
+def _commit_of_repository() -> str | None:
+    """The commit as git finds it; None if there is no git, or no repository has this file in a commit."""
     package = _FILE.parents[2]
     try:
         _git("ls-files", "--error-unmatch", _FILE.name)
         revision = _git("rev-parse", "HEAD").decode().strip()
         changes = _source_changes(package)
-    except (FileNotFoundError, PermissionError):
-        return from_environment  # there is no git
+    except (FileNotFoundError, PermissionError):  # there is no git
+        return None
     except subprocess.CalledProcessError as error:
-        if from_environment or not _is_refusal(error):
-            return from_environment  # given, or no repository has this file in a commit
+        if not _is_refusal(error):
+            return None
         message = error.stderr.decode("utf-8", errors="replace").strip().partition("\n")[0]
         problem = f"git cannot read the repository of {package} ({message})"
         remedy = "Mend that, or say the commit with MOA_FAIRSEQ_COMMIT."
         raise UserError(f"{problem}. {remedy}") from error
     except subprocess.TimeoutExpired as error:
-        if from_environment:
-            return from_environment
         problem = f"git did not say within {GIT_SECONDS} s at which commit {package.parent} is"
         raise UserError(f"{problem}. Say it with MOA_FAIRSEQ_COMMIT.") from error
     if changes.strip():
-        return from_environment or f"{revision}{DIRTY}-{hashlib.sha256(changes).hexdigest()[:8]}"
+        return f"{revision}{DIRTY}-{hashlib.sha256(changes).hexdigest()[:8]}"
     return revision
 
 
@@ -126,8 +140,10 @@ def _git(*words: str) -> bytes:
     # A hook of git, for example, sets variables that name its own repository
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     command = ["git", "-C", str(_FILE.parent), *words]
-    settings: dict[str, Any] = {"capture_output": True, "timeout": GIT_SECONDS, "check": True}
-    return subprocess.run(command, env=environment, **settings).stdout
+    answer = subprocess.run(
+        command, env=environment, capture_output=True, timeout=GIT_SECONDS, check=True
+    )
+    return answer.stdout
 
 
 def _source_changes(package: Path) -> bytes:
@@ -145,5 +161,6 @@ def _source_changes(package: Path) -> bytes:
 
 def _is_refusal(error: subprocess.CalledProcessError) -> bool:
     """Whether git refuses to read a repository. Otherwise no repository has this file in a commit."""
+    # `git ls-files --error-unmatch` ends with 1 for a file that the repository does not know
     in_repository = any((folder / ".git").exists() for folder in _FILE.parents)
-    return error.cmd[3] == "ls-files" and error.returncode != 1 and in_repository
+    return "ls-files" in error.cmd and error.returncode != 1 and in_repository

@@ -133,6 +133,7 @@ def check_data(runs: list[Run], workspace: Workspace) -> str | None:
     """
     if workspace.data is None:
         return None
+    # --data names the folder of `moa-fairseq prepare`, or the binarised folder in it
     prepared = workspace.data.parent if workspace.data.name == "binarised" else workspace.data
     binarised = workspace.data if is_binarised(workspace.data) else prepared / "binarised"
     if (prepared / "manifest.json").is_file():
@@ -142,13 +143,13 @@ def check_data(runs: list[Run], workspace: Workspace) -> str | None:
 
 def _check_values(runs: list[Run], workspace: Workspace, prepared: Path) -> None:
     """Raise UserError if --data was prepared with other values than those of a recipe."""
-    for run in {run.recipe: run for run in runs}.values():
+    for run in {run.recipe: run for run in runs}.values():  # one of each recipe
         differences = data_differences(run.load(), prepared, {})
         if differences:
-            problem = f"--data {workspace.data} differs from the data of {run.recipe}"
-            remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
+            listed = "; ".join(f"{key}: {change}" for key, change in differences.items())
             raise UserError(
-                f"{problem}: {'; '.join(map(': '.join, differences.items()))}. {remedy}."
+                f"--data {workspace.data} differs from the data of {run.recipe}: {listed}. "
+                "Prepare it with the recipe's values: moa-fairseq prepare --help."
             )
 
 
@@ -167,18 +168,16 @@ def check_commit(trained: Trained, workspace: Workspace, current_commit: str | N
     recorded = trained.provenance.commit
     if recorded == current_commit:
         return
-    folders = (
-        f"--runs {workspace.folders.parent.resolve()} --records {run.records.parent.resolve()}"
-    )
-    remedy = "It cannot be resumed, because no single commit made it. "
+    remedy = "It cannot be resumed, because no single commit made it."
     if recorded and re.fullmatch(r"[0-9a-f]{40}", recorded):
         remedy = (
             f"To resume, make a worktree (git worktree add ../study {recorded}), run `bash scripts/setup.sh` "
-            f"there without an active environment, and give its moa-fairseq {folders}. "
+            "there without an active environment, and give its moa-fairseq "
+            f"--runs {workspace.folders.parent.resolve()} --records {run.records.parent.resolve()}."
         )
     raise UserError(
         f"{run.name} of {workspace.study.study} was trained at commit {recorded or 'unknown'}, but this is "
-        f"{current_commit}: all runs of a study need one commit. {remedy}To start over, give other folders "
+        f"{current_commit}: all runs of a study need one commit. {remedy} To start over, give other folders "
         "to --runs and --records."
     )
 
@@ -226,13 +225,16 @@ def blocks_made_elsewhere(
         if run.system not in conditions:  # the conditions do not depend on the seed
             conditions[run.system] = workspace.conditions(run)
         current = conditions[run.system]
-        before = Conditions(
+        # What a record lacks counts as equal
+        recorded = Conditions(
             provenance.hardware or current.hardware, provenance.precision or current.precision
         )
-        if before != current:
+        if recorded != current:
             elsewhere.add(run.block)
-            words = (", ".join(before), ", ".join(current))
             log.warning(
-                "seed %d %s was started on %s and is not continued on %s", *run.block, *words
+                "seed %d %s was started on %s and is not continued on %s",
+                *run.block,
+                ", ".join(recorded),
+                ", ".join(current),
             )
     return elsewhere

@@ -16,12 +16,9 @@ from moa_fairseq.experiments.recipes.schema import EXECUTION_FLAGS, Recipe
 from moa_fairseq.experiments.records.json_files import changes
 from moa_fairseq.experiments.study.records import REMEDY, Content, Record, records_of
 
-_UNDO_OR_RENAME = (
-    "Take the change back, or give the study another name, under which it starts over."
-)
 # Not part of a record's settings: the seed and the precision, which are separate fields of the record, and
 # settings that change only how a training is executed
-_FREE = (
+_IGNORED_KEYS = (
     *("train.seed", "train.precision", "train.keep_last_epochs"),
     *(f"{section}.flags.{flag}" for section in ("model", "train") for flag in EXECUTION_FLAGS),
 )
@@ -89,8 +86,8 @@ class Study:
         study: the name of the study, which is that of the file.
         question: the question to decide, one sentence.
         seeds: the number of seeds for each system.
-        systems: name → a `System`.
-        contrasts: name → a `Contrast`.
+        systems: name → a `System`, as a mapping in the file.
+        contrasts: name → a `Contrast`, as a mapping in the file.
         set: `section.key` → value for all systems; a system's own value replaces it.
         tuning: a `Tuning`, or None.
         first_seed: the first seed; the others follow it.
@@ -120,7 +117,7 @@ class Run(NamedTuple):
     """One training.
 
     Args:
-        system: the name of the system in the study.
+        system: the name of the system in the study; in a tuning "SYSTEM FLAG=VALUE …".
         seed: the seed of the training.
         recipe: the file of the recipe.
         overrides: `section.key` → value of the system that replaces the recipe's.
@@ -141,8 +138,8 @@ class Run(NamedTuple):
     @property
     def block(self) -> tuple[int, str]:
         """The block of runs that are compared: those of one seed; in a tuning, only those of one system."""
-        system, is_trial, _ = self.system.partition(" ")
-        return self.seed, system if is_trial else ""
+        system, space, _ = self.system.partition(" ")
+        return self.seed, system if space else ""
 
     def load(self) -> Recipe:
         """The recipe with the system's values, but without the seed."""
@@ -173,36 +170,49 @@ def settings_of(run: Run, stage: str) -> Settings:
         stage: the stage of the study, "train" or "all".
 
     Returns:
-        Key → value, without the seed and other keys of _FREE.
+        Key → value, without the seed and other keys of _IGNORED_KEYS.
     """
-
-    def values(section: Any, dot: str = "") -> Iterator[tuple[str, Any]]:
-        """(dotted key, value) of everything that is not a default, flags one by one."""
-        for field in dataclasses.fields(section):
-            value = getattr(section, field.name)
-            key = f"{dot}{field.name}"
-            if dataclasses.is_dataclass(value):
-                yield from values(value, f"{key}.")
-            elif field.name == "flags":
-                for flag, item in value.items():
-                    if item is not None:
-                        yield f"{key}.{flag}", item
-            elif value != field.default:
-                yield key, value
-
     recipe = dataclasses.replace(run.load(), reproduces=None)
     if stage == "train":
         recipe = dataclasses.replace(recipe, average=None, generate=None, score=None)
-    settings = {"stage": stage}
-    settings.update(_without_free(dict(values(recipe))))
+    settings = {"stage": stage} | _compared(dict(_non_defaults(recipe)))
     for key in ("experiment", "summary", "rows"):
         settings.pop(key, None)
     return settings
 
 
-def _without_free(settings: Settings) -> Settings:
-    """The settings without the keys of _FREE."""
-    return {key: value for key, value in settings.items() if key not in _FREE}
+def _non_defaults(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of each field of a recipe or section that is not a default, and of each flag."""
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        key = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _non_defaults(value, f"{key}.")
+        elif field.name == "flags":
+            for flag, item in value.items():
+                if item is not None:
+                    yield f"{key}.{flag}", item
+        elif value != field.default:
+            yield key, value
+
+
+def _compared(settings: Settings) -> Settings:
+    """The settings without those that are ignored."""
+    return {key: value for key, value in settings.items() if key not in _IGNORED_KEYS}
+
+
+class Misfit(NamedTuple):
+    """A record that does not fit its run.
+
+    Args:
+        where: the file and the line of the record.
+        reason: the settings that differ.
+        remedy: what to do, as a sentence.
+    """
+
+    where: str
+    reason: str
+    remedy: str
 
 
 def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> Records:
@@ -228,12 +238,14 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> Reco
         recorded.update(records_of(folder))
     fitting: Records = {}
     misfits = []
-    settings: dict[str, Settings] = {}  # system → what `settings_of` returns
+    settings: dict[str, Settings] = {}  # of each system: they do not depend on the seed
     for run in runs:
         record = recorded.get((run.system, run.seed))
         if record is None:
             continue
-        misfit = _misfit(study, run, record, settings)
+        if run.system not in settings:
+            settings[run.system] = settings_of(run, study.stage)
+        misfit = _misfit(study, run, record, settings[run.system])
         if misfit:
             misfits.append(misfit)
         else:
@@ -251,44 +263,27 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> Reco
     return fitting
 
 
-class Misfit(NamedTuple):
-    """A record that does not fit its run.
-
-    Args:
-        where: the file and the line of the record.
-        reason: the settings that differ.
-        remedy: what to do, as a sentence.
-    """
-
-    where: str
-    reason: str
-    remedy: str
-
-
-def _misfit(study: Study, run: Run, record: Record, settings: dict[str, Settings]) -> Misfit | None:
-    """Why a record does not fit a run, or None; `settings` remembers those of each system."""
+def _misfit(study: Study, run: Run, record: Record, settings: Settings) -> Misfit | None:
+    """Why a record does not fit a run with these settings, or None."""
     content = record.content
-    remedy = _UNDO_OR_RENAME
+    remedy = "Take the change back, or give the study another name, under which it starts over."
     if content["study"] != study.study:  # copied from another folder
         before = {"study": content["study"]}
-        now: Settings = {"study": study.study}
+        settings = {"study": study.study}
         remedy = REMEDY
     elif content.get("settings"):
         before = content["settings"]
-        if run.system not in settings:
-            settings[run.system] = settings_of(run, study.stage)
-        now = settings[run.system]
     else:
-        before = _settings_in(content.get("command") or "")
-        now = {"recipe": run.recipe.name, "stage": study.stage} | run.overrides
-    differences = changes(_without_free(before), _without_free(now))
+        before = _settings_in_command(content.get("command") or "")
+        settings = {"recipe": run.recipe.name, "stage": study.stage} | run.overrides
+    differences = changes(_compared(before), _compared(settings))
     if not differences:
         return None
     reasons = [f"{key}: {change}"[:200] for key, change in differences.items()]
     return Misfit(record.where, "; ".join(reasons[:5]), remedy)
 
 
-def _settings_in(command: str) -> Settings:
+def _settings_in_command(command: str) -> Settings:
     """The recipe, the stage and the values of --set in the command of a run."""
     settings: Settings = {}
     with contextlib.suppress(ValueError):  # an edited command

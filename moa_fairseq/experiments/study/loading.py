@@ -7,13 +7,14 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.loading import build, fail, read_mapping
 from moa_fairseq.experiments.records.json_files import is_number
 from moa_fairseq.experiments.study.design import (
     Contrast,
+    Settings,
     Study,
     System,
     Tuning,
@@ -34,7 +35,21 @@ _LIMITS = {
     "levels": (0, 10_000),
 }
 _NAME = re.compile(r"\w[\w.+-]{0,63}")  # of a study or system: part of names of folders and files
-Grid = dict[str, tuple[System, dict[str, Any]]]  # name of a trial → its system and its point
+
+
+class Trial(NamedTuple):
+    """A system with values to try.
+
+    Args:
+        system: the system with the values.
+        point: the values, a point of the tuning's grid.
+    """
+
+    system: System
+    point: Settings
+
+
+Trials = dict[str, Trial]  # name of a trial → the trial
 
 
 def load_study(path: Path, records: Path, tune: bool = False) -> Study:
@@ -53,28 +68,23 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
     file = str(path)
     study = build(Study, _with_base(path), file)
     _check_study(study, file)
-    tuning = None
-    if study.tuning is not None:
-        tuning = build(Tuning, study.tuning, file, "tuning")
-        _check_tuning(tuning, study, file)
-    if tune and not tuning:
-        fail(
-            file,
-            "tuning",
-            "is missing: --tune needs its grid, e.g. {grid: {train.flags.lr: [1, 2]}}.",
-        )
     systems = {}
     for key, mapping in study.systems.items():
         system = build(System, mapping, file, f"systems.{key}")
         systems[key] = dataclasses.replace(system, set=study.set | system.set)
-    if tuning:
-        grids = {key: _grid(key, system, tuning, file) for key, system in systems.items()}
-        trial = _trial(study, tuning, grids)
+    if study.tuning is not None:
+        tuning = build(Tuning, study.tuning, file, "tuning")
+        _check_tuning(tuning, study, file)
+        trials = {key: _trials(key, system, tuning, file) for key, system in systems.items()}
+        tuning_study = _tuning_study(study, tuning, trials)
         if tune:
-            return trial
-        for key, point in _best_points(trial, grids, path, records).items():
+            return tuning_study
+        for key, point in _best_points(tuning_study, trials, path, records).items():
             system = systems[key]
             systems[key] = dataclasses.replace(system, set=system.set | point)
+    elif tune:
+        problem = "is missing: --tune needs its grid, e.g. {grid: {train.flags.lr: [1, 2]}}."
+        fail(file, "tuning", problem)
     contrasts = {}
     for key, mapping in study.contrasts.items():
         contrasts[key] = contrast = build(Contrast, mapping, file, f"contrasts.{key}")
@@ -85,12 +95,12 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
     return dataclasses.replace(study, systems=systems, contrasts=contrasts)
 
 
-def _trial(study: Study, tuning: Tuning, grids: dict[str, Grid]) -> Study:
-    """The study of the tuning runs, with a system for each point of the grids."""
+def _tuning_study(study: Study, tuning: Tuning, trials: dict[str, Trials]) -> Study:
+    """The study of the tuning runs, in which each trial is a system."""
     systems = {}
-    for grid in grids.values():
-        for name, (system, _) in grid.items():
-            systems[name] = system
+    for trials_of_system in trials.values():
+        for name, trial in trials_of_system.items():
+            systems[name] = trial.system
     return dataclasses.replace(
         study,
         study=f"{study.study}_tuning",
@@ -103,27 +113,27 @@ def _trial(study: Study, tuning: Tuning, grids: dict[str, Grid]) -> Study:
 
 
 def _best_points(
-    trial: Study, grids: dict[str, Grid], path: Path, records: Path
-) -> dict[str, dict[str, Any]]:
-    """System → the point of its grid with the lowest loss; a UserError if the tuning is not complete."""
-    runs = runs_of(trial, path.parent, records)
-    fitting = fitting_records(trial, runs)
+    tuning_study: Study, trials: dict[str, Trials], path: Path, records: Path
+) -> dict[str, Settings]:
+    """System → the point of its best trial; a UserError if the tuning is not complete."""
+    runs = runs_of(tuning_study, path.parent, records)
+    fitting = fitting_records(tuning_study, runs)
     if missing := len(runs) - len(fitting):
         raise UserError(
             f"{path}: {missing} of {len(runs)} tuning runs are missing. Run it with --tune first."
         )
-    losses = losses_of(trial, runs, fitting)
-    diverged = Counter(run.system for run in runs if has_diverged(trial, fitting[run.name]))
+    losses = losses_of(tuning_study, runs, fitting)
+    diverged = Counter(run.system for run in runs if has_diverged(tuning_study, fitting[run.name]))
     points = {}
-    for key, grid in grids.items():
-        best = min(grid, key=lambda name: (diverged[name], sum(losses[name].values())))
-        if diverged[best] == trial.seeds:
+    for key, of_system in trials.items():
+        best = min(of_system, key=lambda name: (diverged[name], sum(losses[name].values())))
+        if diverged[best] == tuning_study.seeds:
             problem = (
                 f"every tuning run of system {key} diverged, so there is no best point of its grid"
             )
             remedy = "Give lower values, and run it with --tune again."
             fail(str(path), "tuning.grid", f"{problem}. {remedy}")
-        points[key] = grid[best][1]
+        points[key] = of_system[best].point
     return points
 
 
@@ -171,17 +181,18 @@ def _check_tuning(tuning: Tuning, study: Study, file: str) -> None:
     if not points or not tuning.grid:
         fail(file, "tuning.grid", "has no point. Give each key at least one value.")
     _check_num_runs("tuning.grid", points * tuning.seeds * len(study.systems), file)
-    shared = max(study.first_seed, tuning.first_seed)
-    end = study.first_seed + study.seeds
-    if shared < min(end, tuning.first_seed + tuning.seeds):
-        rule = f"makes seed {shared} a tuning seed, but it is also one of the study's seeds"
-        remedy = f"Give {end} or more, or give the study another first_seed."
+    seeds = range(study.first_seed, study.first_seed + study.seeds)
+    tuning_seeds = range(tuning.first_seed, tuning.first_seed + tuning.seeds)
+    if shared := set(seeds).intersection(tuning_seeds):
+        rule = f"makes seed {min(shared)} a tuning seed, but it is also one of the study's seeds"
+        remedy = f"Give {seeds.stop} or more, or give the study another first_seed."
         fail(file, "tuning.first_seed", f"is {tuning.first_seed}, which {rule}. {remedy}")
 
 
 def _check_limits(section: Study | Tuning, file: str, prefix: str = "") -> None:
+    """Raise UserError for a number that is too small or too large."""
     for name, (low, high) in _LIMITS.items():
-        value = getattr(section, name, low)
+        value = getattr(section, name, low)  # a tuning has only some of them
         if not (is_number(value) and low <= value <= high):
             fail(file, prefix + name, f"must be between {low} and {high:,}, not {value}.")
 
@@ -192,22 +203,22 @@ def _check_num_runs(key: str, number: int, file: str) -> None:
         fail(file, key, problem)
 
 
-def _grid(key: str, system: System, tuning: Tuning, file: str) -> Grid:
-    """The trials of a system: name → the system with the values of a point of the grid, and the point."""
-    trials: Grid = {}
+def _trials(key: str, system: System, tuning: Tuning, file: str) -> Trials:
+    """The trials of a system, one for each point of the grid."""
+    trials: Trials = {}
     for values in itertools.product(*tuning.grid.values()):
         point = dict(zip(tuning.grid, values))
         name = key
         label = system.label
-        for path, value in point.items():
-            flag = path.rpartition(".")[2]
+        for setting, value in point.items():
+            flag = setting.rpartition(".")[2]
             name += f" {_file_name(flag)}={_file_name(str(value))}"
             label += f" {flag}={value}"
         if name in trials:
             problem = f"has {name.partition(' ')[2]} twice, so its runs would share a record."
             fail(file, "tuning.grid", problem)
-        values_of_trial = system.set | tuning.set | point
-        trials[name] = (dataclasses.replace(system, label=label, set=values_of_trial), point)
+        settings = system.set | tuning.set | point
+        trials[name] = Trial(dataclasses.replace(system, label=label, set=settings), point)
     return trials
 
 

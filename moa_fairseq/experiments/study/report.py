@@ -34,6 +34,7 @@ from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.process import flags
 
 log = logging.getLogger(__name__)
+VOCABULARY = 1000  # of the models whose attention is counted, which does not depend on it
 Row = dict[str, Any]  # a row of a table
 Report = dict[str, Any]  # what `report` returns
 
@@ -57,8 +58,8 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> Rep
     """
     records = fitting_records(study, runs)
     complete = _complete_runs(runs, records)
-    rows = [records[run.name] for run in complete]
-    if not rows:
+    complete_records = [records[run.name] for run in complete]
+    if not complete_records:
         raise UserError(
             f"{runs[0].records} has no complete seed of this study. Run it without --report."
         )
@@ -77,11 +78,12 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> Rep
         )
     if references:
         tables["translations"] = _translations(study, complete, references)
-    content: Report = {"study": study.study, "runs": len(rows), "planned": len(runs)}
-    unknown = {row["unknown"] for row in rows if row.get("unknown") is not None}
+    content: Report = {"study": study.study, "runs": len(complete), "planned": len(runs)}
+    shares = [record.get("unknown") for record in complete_records]
+    unknown = [share for share in shares if share is not None]
     if unknown:
         content["unknown"] = max(unknown)
-    return content | tables | {"made_by": _provenance_of(rows)}
+    return content | tables | {"made_by": _provenance_of(complete_records)}
 
 
 def _complete_runs(runs: list[Run], records: Records) -> list[Run]:
@@ -93,44 +95,32 @@ def _complete_runs(runs: list[Run], records: Records) -> list[Run]:
     return [run for run in runs if run.block not in missing]
 
 
-def _systems(
-    study: Study,
-    runs: list[Run],
-    records: Records,
-    losses: Losses,
-) -> list[Row]:
-    """A row for each system that has runs.
-
-    Args:
-        study: the study; its first system is the baseline of the speeds.
-        runs: the runs of complete seeds.
-        records: name of a run → its record.
-        losses: system → seed → loss in bits.
-    """
-    all_rows = [records[run.name] for run in runs]
+def _systems(study: Study, runs: list[Run], records: Records, losses: Losses) -> list[Row]:
+    """A row for each system that has runs. The first system is the baseline of the speeds."""
+    all_records = [records[run.name] for run in runs]
     systems = []
     for name, system in study.systems.items():
         runs_of_system = [run for run in runs if run.system == name]
         if not runs_of_system:
             continue
-        rows = [records[run.name] for run in runs_of_system]
+        own_records = [records[run.name] for run in runs_of_system]
         bits = list(losses[name].values())
         row = {
             "system": name,
             "label": system.label,
             "family": system.family,
-            "n": len(rows),
+            "n": len(own_records),
             "loss": float(np.mean(bits)),
-            "deviation": float(np.std(bits, ddof=1)) if len(rows) > 1 else None,
-            "diverged": values_of(rows, "end").count(DIVERGED),
-            "parameters": rows[0]["parameters"],
+            "deviation": float(np.std(bits, ddof=1)) if len(own_records) > 1 else None,
+            "diverged": values_of(own_records, "end").count(DIVERGED),
+            "parameters": own_records[0]["parameters"],
         }
         row.update(_attention(runs_of_system[0]))
-        row["speed"] = _speed(rows, next(iter(study.systems)), all_rows)
+        row["speed"] = _speed(own_records, next(iter(study.systems)), all_records)
         row["by_seed"] = losses[name]
         if study.levels:
             model_flags = runs_of_system[0].load().model.as_flags()
-            row["curve"] = _mean_curve(rows)
+            row["curve"] = _mean_curve(own_records)
             row["dropout"] = {key: rate for key, rate in model_flags.items() if "dropout" in key}
         systems.append(row)
     return systems
@@ -319,10 +309,15 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[Row]:
             rows.append({"contrast": name, "n": len(seeds)} | row)
     rows.sort(key=lambda row: row["metric"])  # the contrasts of a metric keep their order
     for metric, p in itertools.product(("BLEU", "chrF"), ("p", "p_seeds")):
-        tested = {row["contrast"]: row for row in rows if row["metric"] == metric and p in row}
-        for name, adjusted in holm({name: row[p] for name, row in tested.items()}).items():
-            tested[name][f"{p}_holm"] = adjusted
+        _add_holm([row for row in rows if row["metric"] == metric and p in row], p)
     return rows
+
+
+def _add_holm(rows: list[Row], p: str) -> None:
+    """Add to the rows of all contrasts their p-values with Holm's correction."""
+    adjusted = holm({row["contrast"]: row[p] for row in rows})
+    for row in rows:
+        row[f"{p}_holm"] = adjusted[row["contrast"]]
 
 
 def _recorded_texts(
@@ -358,8 +353,8 @@ def _attention(run: Run) -> dict[str, Any]:
     models have no "cache_bytes", because most of their cache are the keys of cross-attention.
     """
     recipe = run.load()
-    training = check_flags(recipe)  # before a model is built with the flags
-    length = getattr(training, "tokens_per_sample", 20)
+    task_flags = check_flags(recipe)  # before a model is built with the flags
+    length = getattr(task_flags, "tokens_per_sample", 20)
     words = flags(recipe.model.as_flags() | {"arch": None})
     sizes = dict(_attention_of(recipe.model.arch, length, tuple(words)))
     if recipe.kind != LANGUAGE_MODELING:
@@ -369,10 +364,10 @@ def _attention(run: Run) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _attention_of(arch: str, length: int, words: tuple[str, ...]) -> dict[str, Any]:
-    """The same for an architecture with flags; systems that differ only in training share the result."""
-    cost = complexity(arch, 1000, length, length, "shared", list(words))
+    """The cost of an architecture's attention; systems that differ only in training share it."""
+    cost = complexity(arch, VOCABULARY, length, length, "shared", list(words))
     # Further digits differ between processors
-    branch = round(branch_size(arch, 1000, "shared", list(words)), 6)
+    branch = round(branch_size(arch, VOCABULARY, "shared", list(words)), 6)
     return {
         "attention_macs": cost.attention_macs,
         "branch": branch,

@@ -86,26 +86,27 @@ def open_runs(runs: list[Run], workspace: Workspace) -> list[Run]:
     digest = check_data(runs, workspace)
     records = fitting_records(workspace.study, runs, strict=True)
     trained = _trained_runs(runs, records, workspace)
-    current_commit = commit()
     for training in trained:
-        check_commit(training, workspace, current_commit)
         check_text(training.run.name, training.provenance.data, workspace, digest)
     unrecorded = [run for run in runs if run.name not in records]
     elsewhere = blocks_made_elsewhere(trained, {run.block for run in unrecorded}, workspace)
     remaining = [run for run in unrecorded if run.block not in elsewhere]
-    for run in {run.system: run for run in remaining}.values():
+    for run in {run.system: run for run in remaining}.values():  # one of each system
         _check_system(run, workspace.study.study)
     return remaining
 
 
 def _trained_runs(runs: list[Run], records: Records, workspace: Workspace) -> list[Trained]:
-    """The runs that have a record or a checkpoint here."""
+    """The runs that have a record or a checkpoint here. Raise UserError if another commit trained one."""
     trained = []
     for run in runs:
         if run.name in records:
             trained.append(Trained(run, Provenance.of_record(records[run.name])))
         elif (provenance := workspace.trained(run)) is not None:
             trained.append(Trained(run, provenance))
+    current_commit = commit()
+    for training in trained:
+        check_commit(training, workspace, current_commit)
     return trained
 
 
@@ -139,14 +140,14 @@ def run_pending(runs: list[Run], workspace: Workspace) -> None:
     elsewhere: set[tuple[int, str]] = set()
     with terminate_as_interrupt():
         for number, run in enumerate(runs, 1):
-            with _alone(workspace.folders / f"{run.name}.lock") as alone:
-                if not alone:
+            with _try_lock(workspace.folders / f"{run.name}.lock") as is_alone:
+                if not is_alone:
                     log.info("%d of %d: another worker runs %s", number, len(runs), run.name)
                     continue
-                records = records_of(run.records)
-                if run.block in elsewhere or (run.system, run.seed) in records:
+                recorded = records_of(run.records)
+                if run.block in elsewhere or (run.system, run.seed) in recorded:
                     continue
-                if _belongs_elsewhere(run, runs, records, workspace):
+                if _belongs_elsewhere(run, runs, recorded, workspace):
                     elsewhere.add(run.block)
                     continue
                 log.info("%d of %d: %s", number, len(runs), run.name)
@@ -154,35 +155,34 @@ def run_pending(runs: list[Run], workspace: Workspace) -> None:
 
 
 def _belongs_elsewhere(
-    run: Run, runs: list[Run], records: Mapping[tuple[str, int], Record], workspace: Workspace
+    run: Run, runs: list[Run], recorded: Mapping[tuple[str, int], Record], workspace: Workspace
 ) -> bool:
     """Whether a run's block cannot be continued here. Raise UserError if another commit trained a run."""
-    trained = []
-    for recorded_run in runs:
-        record = records.get((recorded_run.system, recorded_run.seed))
-        if record is not None:
-            trained.append(Trained(recorded_run, Provenance.of_record(record.content)))
-    provenance = workspace.trained(run)
-    if provenance is not None:
-        trained.append(Trained(run, provenance))
-    current_commit = commit()
-    for training in trained:
-        check_commit(training, workspace, current_commit)
+    known = []
+    records = {}
+    for other in runs:
+        if record := recorded.get((other.system, other.seed)):
+            known.append(other)
+            records[other.name] = record.content
+    trained = _trained_runs([*known, run], records, workspace)
     return run.block in blocks_made_elsewhere(trained, {run.block}, workspace)
 
 
 @contextlib.contextmanager
-def _alone(file: Path) -> Iterator[bool]:
+def _try_lock(file: Path) -> Iterator[bool]:
     """Hold a file's lock; yield False if another worker holds it. Raise UserError if locks do not work."""
-    with contextlib.ExitStack() as stack:
-        try:
-            with disk_errors(file):
-                stack.enter_context(portalocker.Lock(file, "a", timeout=0))
-            alone = True
-        except portalocker.LockException as error:  # another worker holds it, or there are no locks
-            refuse_without_locks(file, error)
-            alone = False
-        yield alone
+    lock = portalocker.Lock(file, "a", timeout=0)
+    try:
+        with disk_errors(file):
+            lock.acquire()
+    except portalocker.LockException as error:  # another worker holds it, or there are no locks
+        refuse_without_locks(file, error)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
 
 
 def _train_and_record(run: Run, workspace: Workspace) -> None:
@@ -193,24 +193,22 @@ def _train_and_record(run: Run, workspace: Workspace) -> None:
     settings = settings_of(run, workspace.study.stage)
     outcome = _train(run, workspace, command, environment, settings)
     is_lost = outcome.has_diverged or outcome.curve[-1]["valid"] is None
+    is_scored = workspace.study.stage == "all" and not outcome.has_diverged
+    training = read_step_records(folder).get("train", {}).get("facts") or {}
     record: Content = {
         "study": workspace.study.study,
         "system": run.system,
         "seed": run.seed,
         "settings": settings,
         "end": DIVERGED if is_lost else FINISHED,
-        "metrics": {},
+        "metrics": _metrics(folder) if is_scored else {},
         "curve": outcome.curve,
+        "parameters": training.get("parameters"),
     }
-    training = read_step_records(folder).get("train", {}).get("facts") or {}
-    record["parameters"] = training.get("parameters")
-    record.update(summarise(folder / "train.jsonl"))
-    record.update(outcome.provenance.as_record())
+    record |= summarise(folder / "train.jsonl") | outcome.provenance.as_record()
     if data := prepared_data(folder):
         record["unknown"] = _unknown(run, data)
-    record["command"] = to_shell(list(map(_without_machine, command)), environment)
-    if workspace.study.stage == "all" and not outcome.has_diverged:
-        record["metrics"] = _metrics(folder)
+    record["command"] = to_shell(list(map(_portable, command)), environment)
     if record["metrics"]:  # before the record, because a recorded run is never repeated
         _write_outputs(run, folder)
     append_record(run.records, record)
@@ -275,10 +273,10 @@ def _train(
         raise UserError(f"{error}\n{remedy}") from error
     provenance = Provenance.of_training(maker(folder, run.load()))
     check_commit(Trained(run, provenance), workspace, start_commit)
-    for (system, seed), before in records_of(run.records).items():
-        if _of_data(before.content.get("settings", {})) == _of_data(settings):
+    for (system, seed), record in records_of(run.records).items():
+        if _data_settings(record.content.get("settings", {})) == _data_settings(settings):
             name = f"{system}-seed{seed}"
-            recorded = before.content.get("data")
+            recorded = record.content.get("data")
             check_text(name, recorded, workspace, provenance.data, f", and delete {folder}")
     curve = curve_of(folder / "train.jsonl")
     if not (curve or has_diverged):
@@ -287,12 +285,12 @@ def _train(
     return Outcome(provenance, curve, has_diverged)
 
 
-def _of_data(settings: Settings) -> Settings:
+def _data_settings(settings: Settings) -> Settings:
     """The settings of a recipe's data section."""
     return {key: value for key, value in settings.items() if key.startswith("data.")}
 
 
-def _without_machine(word: str) -> str:
+def _portable(word: str) -> str:
     """A word of a command; a path outside the working folder becomes its name, as it is this machine's."""
     path = Path(word)
     if not path.is_absolute():
@@ -329,11 +327,11 @@ def curve_of(path: Path) -> list[dict[str, Any]]:
             row = {"updates": updates_of(record), "valid": finite(record[f"valid_{name}"])}
             if train:
                 row["train"] = round(sum(train) / len(train), 4)
+                train.clear()
             # A resumed training repeats validations
             while rows and rows[-1]["updates"] >= row["updates"]:
                 rows.pop()
             rows.append(row)
-            train = []
         elif "num_updates" in record:
             loss = finite(record.get(name))
             if loss is not None:
