@@ -34,7 +34,7 @@ from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.process import flags
 
 log = logging.getLogger(__name__)
-VOCABULARY = 1000  # of the models whose attention is counted, which does not depend on it
+VOCABULARY = 1000  # of the models that are built to find the cost of their attention
 Row = dict[str, Any]  # a row of a table
 Report = dict[str, Any]  # what `report` returns
 
