@@ -221,7 +221,7 @@ def _make_in_place(
         sessions = made_by_of(record, step.output)
         step.ready()
     session["from"] = _contents(step.output)
-    begun = {"inputs": inputs, "facts": facts, "made_by": [*sessions, session]}
+    begun: Record = {"inputs": inputs, "facts": facts, "made_by": [*sessions, session]}
     write_step_record(workshop.folder, step.name, **begun)
     for key, value in (_execute(step, step.output, workshop) or {}).items():
         if value is not None:  # a resumed training may not measure all of its facts again
