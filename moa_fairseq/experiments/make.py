@@ -25,7 +25,6 @@ from moa_fairseq.process import ERRORS_TOO, PATIENCE_SECONDS, REDIRECT, Executor
 OUT = "{out}"  # the output's place in a command
 STATE = "state.json"
 COMMANDS = "commands.sh"
-PARTIAL = ".partial"
 log = logging.getLogger(__name__)
 Inputs = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 Record = Values  # the entry of a step in STATE
@@ -197,7 +196,7 @@ def _make_anew(step: Step, workshop: _Workshop) -> Any:
     The order of writes makes a crash harmless: NAME.partial, the removal of the old record, the rename to
     NAME, the new record. So no record ever has the fingerprint of another output.
     """
-    partial = step.output.with_name(step.output.name + PARTIAL)
+    partial = step.output.with_name(f"{step.output.name}.partial")
     step.output.parent.mkdir(parents=True, exist_ok=True)
     remove(partial)
     facts = _execute(step, partial, workshop)
