@@ -30,17 +30,17 @@ _MAX_POSITIONS = (
 )
 
 
-class Batches(NamedTuple):
+class LossData(NamedTuple):
     """The data on which losses are measured.
 
     Args:
-        data: the binarised folder.
+        folder: the binarised folder.
         subset: the name of a subset, such as "valid".
         max_tokens: the largest number of tokens of a batch.
         max_batches: the largest number of batches that are read.
     """
 
-    data: Path
+    folder: Path
     subset: str
     max_tokens: int
     max_batches: int
@@ -62,11 +62,9 @@ def largest_difference(
     Returns:
         The largest absolute difference, divided by the largest absolute output of `one`.
     """
-    longest = max(_LENGTHS) + 1
-    for name in _MAX_POSITIONS:
-        longest = min(longest, int(getattr(settings, name, None) or longest))
-    lengths = [min(length, max(1, longest - 1)) for length in _LENGTHS]
-    tokens, is_padding = _random_sentences(min(_embedding_sizes(one, "weight")), lengths)
+    # The smaller dictionary; with adaptive inputs, the smallest matrix of a band
+    symbols = min(_embedding_sizes(one, "weight"))
+    tokens, is_padding = _random_sentences(symbols, _sentence_lengths(settings))
 
     def output(model: nn.Module) -> Tensor:
         model = model.double().eval()
@@ -80,6 +78,13 @@ def largest_difference(
     first = output(one)
     second = output(other)
     return ((first - second).abs().max() / first.abs().max().clamp_min(1e-12)).item()
+
+
+def _sentence_lengths(settings: argparse.Namespace) -> list[int]:
+    """The lengths of the random sentences; they leave a position of the model free, if it has several."""
+    limits = [getattr(settings, name, None) for name in _MAX_POSITIONS]
+    longest = min(map(int, filter(None, limits)), default=max(_LENGTHS) + 1) - 1
+    return [max(1, min(length, longest)) for length in _LENGTHS]
 
 
 def _embedding_sizes(model: nn.Module, ending: str) -> set[int]:
@@ -103,15 +108,14 @@ def _random_sentences(dictionary_size: int, lengths: Sequence[int]) -> tuple[Ten
     """
     generator = torch.Generator().manual_seed(0)
     shape = (len(lengths), max(lengths))
-    end = max(dictionary_size, _FIRST_WORD + 1)
-    tokens = torch.randint(_FIRST_WORD, end, shape, generator=generator)
-    tokens.clamp_(max=dictionary_size - 1)
+    first_word = min(_FIRST_WORD, dictionary_size - 1)
+    tokens = torch.randint(first_word, dictionary_size, shape, generator=generator)
     is_padding = torch.arange(max(lengths))[None] >= torch.tensor(lengths)[:, None]
     return tokens.masked_fill(is_padding, _PAD), is_padding
 
 
 def mean_losses(
-    models: Sequence[nn.Module], checkpoint: Checkpoint, job: str, limits: Batches
+    models: Sequence[nn.Module], checkpoint: Checkpoint, job: str, data: LossData
 ) -> list[float]:
     """Each model's mean loss over the first batches of a subset, on the CPU in float32.
 
@@ -122,7 +126,7 @@ def mean_losses(
         models: models with the same dictionary, for the same job; they stay in float32, in evaluation mode.
         checkpoint: names the task, and says whether there is an adaptive softmax.
         job: a key of `models.BODIES`.
-        limits: the data, and how much of it is read.
+        data: the data, and how much of it is read.
 
     Returns:
         Bits per token, of each model.
@@ -131,24 +135,23 @@ def mean_losses(
         UserError: if the data cannot be read, is empty or belongs to other dictionaries, or the checkpoint
             names no task.
     """
-    data, subset, max_tokens, max_batches = limits
-    task = _task_of(checkpoint, data)
-    _check_dictionaries(models[0], task, data)
+    task = _task_of(checkpoint, data.folder)
+    _check_dictionaries(models[0], task, data.folder)
     criterion = _criterion_of(checkpoint, task, job)
     models = [model.float().eval() for model in models]
     sums = [0.0] * len(models)
     tokens = 0
-    samples = batches(task, models[0], subset, max_tokens, torch.device("cpu"))
+    samples = batches(task, models[0], data.subset, data.max_tokens, torch.device("cpu"))
     with torch.no_grad():
         for number, sample in enumerate(samples):
-            if number == max_batches:
+            if number == data.max_batches:
                 break
             for index, model in enumerate(models):
                 loss, size, _ = criterion(model, sample)
                 sums[index] += float(loss)
             tokens += size
     if not tokens:
-        raise UserError(f"--subset {subset} of {data} is empty.")
+        raise UserError(f"--subset {data.subset} of {data.folder} is empty.")
     return [total / tokens / math.log(2) for total in sums]
 
 
@@ -163,9 +166,9 @@ def _task_of(checkpoint: Checkpoint, data: Path) -> Any:
         raise UserError(
             "--data needs a checkpoint with the name of its task, which this old file lacks."
         )
-    group = dict(group if isinstance(group, dict) else vars(group), data=str(data))
+    settings = group if isinstance(group, dict) else vars(group)
     try:
-        config = OmegaConf.create(group, flags={"allow_objects": True})
+        config = OmegaConf.create(settings | {"data": str(data)}, flags={"allow_objects": True})
         return tasks.setup_task(config, from_checkpoint=True)
     except Exception as error:  # fairseq raises bare ones, too
         remedy = "Give the folder that fairseq-preprocess wrote: binarised/ in a prepared data set"

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY
@@ -17,6 +17,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.records.json_files import selected
 from moa_fairseq.experiments.scoring.meta_model import dictionary_of, quiet
 from moa_fairseq.layers.settings import FamilySettings
 from moa_fairseq.plugin.causal_lm import MixtureLanguageModel
@@ -29,11 +30,26 @@ from moa_fairseq.plugin.translation import MixtureTransformerModel
 
 State = dict[str, Tensor]
 DENSE = "dense"
-# Job → fairseq's model, the name of that model, and the base class of the mixtures for that job
-BODIES = {
-    "translation": (TransformerModel, "transformer", MixtureTransformerModel),
-    "masked LM": (RobertaModel, "roberta", MixtureRobertaModel),
-    "causal LM": (TransformerLanguageModel, "transformer_lm", MixtureLanguageModel),
+
+
+class Body(NamedTuple):
+    """The models for one job.
+
+    Args:
+        dense: fairseq's model.
+        dense_name: the name of fairseq's model.
+        mixture: the base class of the mixtures.
+    """
+
+    dense: type
+    dense_name: str
+    mixture: type
+
+
+BODIES = {  # by job
+    "translation": Body(TransformerModel, "transformer", MixtureTransformerModel),
+    "masked LM": Body(RobertaModel, "roberta", MixtureRobertaModel),
+    "causal LM": Body(TransformerLanguageModel, "transformer_lm", MixtureLanguageModel),
 }
 _OF_MIXTURES = {
     "attention_family",
@@ -127,13 +143,12 @@ def kind_of(settings: argparse.Namespace) -> tuple[str, str]:
     Raises:
         UserError: for any other model.
     """
-    name = _name(settings)
-    registered = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name)
-    for job, (dense, _, mixture) in BODIES.items():
-        if registered is dense:
+    name, model = _registered(settings)
+    for job, body in BODIES.items():
+        if model is body.dense:
             return DENSE, job
-        if registered is not None and issubclass(registered, mixture):
-            return registered.attention_family, job
+        if model is not None and issubclass(model, body.mixture):
+            return model.attention_family, job
     arch = getattr(settings, "arch", name)
     raise UserError(
         f"The checkpoint's model has the architecture {arch}, but conversions support only fairseq's "
@@ -162,43 +177,30 @@ def settings_for(
         values: name of a field of the family's settings → its value.
 
     Raises:
-        UserError: if the family has no model for this job, or if fairseq's own model is asked for, but the
-            model has a constant factor on the attention's output, which fairseq's lacks.
+        UserError: if the family has no model for this job.
     """
-    _, name, _ = BODIES[job]
-    scale = getattr(settings, "attention_output_scale", None)
-    if family == DENSE and scale not in (None, 1.0):
-        raise UserError(
-            f"The model was trained with --attention-output-scale {scale}, which fairseq's own attention "
-            "lacks. Convert to another family, or keep the checkpoint without conversion."
-        )
-    fields = family_fields()
+    dropped = family_fields() | _OF_MIXTURES
+    carried_over: dict[str, Any] = {}
     if family == DENSE:
-        fields |= {field.name for field in dataclasses.fields(FamilySettings)}
+        name = BODIES[job].dense_name
+        dropped |= {field.name for field in dataclasses.fields(FamilySettings)}
     else:
         name = _architecture(family, job)
-    # fairseq's translation model may have a family's fields only if it was a mixture of that family.
-    common = dict(vars(settings))
-    for field in fields | _OF_MIXTURES:
-        common.pop(field, None)
-    if family != DENSE:
-        positions = getattr(settings, "positions", None)
+        names = ("positions", "head_gate", "attention_output_scale")
+        carried_over = selected(vars(settings), names)
         # The new architecture may have another default
-        if job == "causal LM" and positions is None:
-            positions = "sinusoidal"
-            if common.get("decoder_learned_pos"):
-                positions = "learned"
-        head_gate = getattr(settings, "head_gate", None)
-        common.update(positions=positions, head_gate=head_gate, attention_output_scale=scale)
-    common.update(values, arch=name, _name=name)
-    return argparse.Namespace(**common)
+        if job == "causal LM" and carried_over["positions"] is None:
+            learned = getattr(settings, "decoder_learned_pos", False)
+            carried_over["positions"] = "learned" if learned else "sinusoidal"
+    kept = {key: value for key, value in vars(settings).items() if key not in dropped}
+    return argparse.Namespace(**kept | carried_over | values | {"arch": name, "_name": name})
 
 
 def _architecture(family: str, job: str) -> str:
     """The default architecture of a family. Raises UserError if it has no model for the job."""
-    _, _, mixture = BODIES[job]
+    mixtures = BODIES[job].mixture
     for model in MODEL_REGISTRY.values():
-        if issubclass(model, mixture) and getattr(model, "attention_family", None) == family:
+        if issubclass(model, mixtures) and getattr(model, "attention_family", None) == family:
             return model.default_arch
     raise UserError(f"--to {family}: there is no model of that family for this job ({job}).")
 
@@ -223,23 +225,21 @@ def as_group(settings: argparse.Namespace, family: str, job: str) -> Any:
 def build(settings: argparse.Namespace, weights: State) -> nn.Module:
     """Build a model from its settings, initialised with a fixed seed.
 
-    Settings of unknown origin can cause any error.
-
     Args:
         settings: the settings of the model; the defaults of its architecture are added to them in place.
         weights: the weights that say how many symbols the model has; they are not loaded.
 
     Raises:
         UserError: for weights without token embeddings.
+        Exception: any, for settings of unknown origin.
     """
-    name = _name(settings)
-    model: Any = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY[name]
+    name, model = _registered(settings)
     if name in ARCH_CONFIG_REGISTRY:
         ARCH_CONFIG_REGISTRY[name](settings)
     source = dictionary_of(_symbols(weights, ("encoder.", "decoder.")))
     target = dictionary_of(_symbols(weights, ("decoder.", "encoder.")))
     task = SimpleNamespace(
-        source_dictionary=target if len(source) == len(target) else source,
+        source_dictionary=source,
         target_dictionary=target,
         dictionary=target,
         output_dictionary=target,
@@ -264,7 +264,7 @@ def load(model: nn.Module, weights: State, may_lack: tuple[str, ...] = ()) -> No
         RuntimeError: if a shape differs.
     """
     result = model.load_state_dict(dict(weights), strict=False)
-    lacking = [name for name in result.missing_keys if not {*name.split(".")} & {*may_lack}]
+    lacking = [name for name in result.missing_keys if set(may_lack).isdisjoint(name.split("."))]
     for problem, names in (
         ("lacks", lacking),
         ("has more than the model needs:", result.unexpected_keys),
@@ -274,25 +274,28 @@ def load(model: nn.Module, weights: State, may_lack: tuple[str, ...] = ()) -> No
             raise UserError(f"The checkpoint {problem} {listed}: it belongs to another model.")
 
 
-def _name(settings: argparse.Namespace) -> Any:
-    """The model's name in ARCH_MODEL_REGISTRY or MODEL_REGISTRY; None if it is in neither."""
+def _registered(settings: argparse.Namespace) -> tuple[str | None, Any]:
+    """The name of a model in fairseq's registries, and its class; (None, None) if it is in none."""
     for key in ("_name", "arch"):
         name = getattr(settings, key, None)
-        if name in ARCH_MODEL_REGISTRY or name in MODEL_REGISTRY:
-            return name
-    return None
+        if model := ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name):
+            return name, model
+    return None, None
 
 
 def _symbols(weights: State, sides: tuple[str, ...]) -> int:
-    """The number of symbols of the first side that has token embeddings, in all bands of adaptive inputs."""
+    """The number of symbols of the first side that has token embeddings.
+
+    Adaptive inputs have embeddings for each band of symbols, "embed_tokens.embeddings.BAND.0.weight".
+    """
     for side, ending in itertools.product(sides, ("embed_tokens.weight", ".0.weight")):
-        rows = 0
+        symbols = 0
         for name, matrix in weights.items():
             is_embedding = name.startswith(side) and ".embed_tokens." in f".{name}"
             if is_embedding and name.endswith(ending) and matrix.dim() == 2:
-                rows += len(matrix)
-        if rows:
-            return rows
+                symbols += len(matrix)
+        if symbols:
+            return symbols
     raise UserError(
         "The checkpoint has no token embeddings (embed_tokens): its model is not supported."
     )

@@ -51,29 +51,29 @@ def plain_model(model: Any) -> MixtureTransformer:
     Raises:
         UserError: for a model with a flag or a parameter that the plain model lacks; the message names it.
     """
-    decoder: Any = getattr(model, "decoder", None)
-    stacks: list[Any]
+    encoder: Any = None
+    decoder: Any = None
     if isinstance(model, RobertaModel):
-        stacks = [model.encoder.sentence_encoder]
-        own_output = model.encoder.lm_head.weight is not stacks[0].embed_tokens.weight
-    elif decoder is not None:
-        stacks = [decoder]
-        if isinstance(model, FairseqEncoderDecoderModel):
-            stacks.insert(0, model.encoder)
-        for stack in stacks:
-            _refuse(stack.cfg)
+        encoder = model.encoder.sentence_encoder
+        output = model.encoder.lm_head
+    elif hasattr(model, "decoder"):
+        decoder = model.decoder
         output = decoder.output_projection
-        own_output = output is not None and output.weight is not decoder.embed_tokens.weight
+        if isinstance(model, FairseqEncoderDecoderModel):
+            encoder = model.encoder
     else:
         raise UserError(f"{type(model).__name__} is no translation model and no language model.")
-    _refuse(stacks[0].cfg)
-    settings: dict[str, Any] = {"encoder": None, "decoder": None}
-    if stacks[0] is not decoder:
-        settings["encoder"] = _settings(stacks[0])
-    if decoder is not None:
-        settings["decoder"] = _settings(decoder)
-    shared = len(stacks) == 2 and stacks[0].embed_tokens.weight is decoder.embed_tokens.weight
-    plain = MixtureTransformer(**settings, shared_embedding=shared, own_output=own_output)
+    stacks = [stack for stack in (encoder, decoder) if stack is not None]
+    for stack in stacks:
+        _refuse(stack.cfg)
+    first = stacks[0].embed_tokens
+    last = stacks[-1].embed_tokens
+    plain = MixtureTransformer(
+        encoder=None if encoder is None else _settings(encoder),
+        decoder=None if decoder is None else _settings(decoder),
+        shared_embedding=len(stacks) == 2 and first.weight is last.weight,
+        own_output=output is not None and output.weight is not last.weight,
+    )
     _load(plain, model)
     _compare(plain, model)
     return plain
@@ -103,33 +103,24 @@ def _settings(stack: Any) -> StackSettings:
     side = cfg.decoder if causal else cfg.encoder
     # A model without a family has fairseq's own attention, which is dense
     is_ours = getattr(cfg, "attention_family", None) is not None
-    experts = {}
+    sigma_moe = {}
     if is_ours and cfg.sigma_moe_num_experts:
-        experts = {
-            field.name: getattr(cfg, field.name) for field in dataclasses.fields(SigmaMoESettings)
-        }
-    words = stack.embed_tokens
-    inputs: dict[str, Any] = {}
-    if isinstance(words, AdaptiveInput):
-        initial_dim = words.weights_for_band(0)[0].size(1)
-        inputs.update(
-            cutoffs=words.cutoff, initial_dim=initial_dim, factor=cfg.adaptive_input_factor
-        )
+        names = [field.name for field in dataclasses.fields(SigmaMoESettings)]
+        sigma_moe = {name: getattr(cfg, name) for name in names}
+    embedding = stack.embed_tokens
+    is_adaptive = isinstance(embedding, AdaptiveInput)
     softmax = getattr(stack, "adaptive_softmax", None)
     layer = stack.layers[0]
-    position_embedding = "none"
-    position_rows = 0
-    if stack.embed_positions is not None and side.learned_pos:
-        position_embedding = "learned"
-        position_rows = stack.embed_positions.num_embeddings
-    elif stack.embed_positions is not None:
-        position_embedding = "sinusoidal"
     has_memory = getattr(layer, "encoder_attn", None) is not None
-    positions = getattr(cfg, "positions", None)
+    position_embedding = "none"
+    if stack.embed_positions is not None:
+        position_embedding = "learned" if side.learned_pos else "sinusoidal"
+    learned = position_embedding == "learned"
+    positions = _get(cfg, "positions", None)
     return StackSettings(
         family=cfg.attention_family if is_ours else "dense",
         attention=dataclasses.asdict(settings_of(cfg)) if is_ours else {},
-        vocab_size=words.cutoff[-1] if inputs else words.num_embeddings,
+        vocab_size=embedding.cutoff[-1] if is_adaptive else embedding.num_embeddings,
         padding_idx=stack.padding_idx,
         embed_dim=side.embed_dim,
         ffn_embed_dim=side.ffn_embed_dim,
@@ -137,33 +128,47 @@ def _settings(stack: Any) -> StackSettings:
         attention_heads=side.attention_heads,
         causal=causal,
         memory_dim=cfg.encoder.embed_dim if has_memory else None,
-        input_dim=words.embedding_dim,
+        input_dim=embedding.embedding_dim,
         output_dim=stack.output_embed_dim if causal else None,
         normalize_before=side.normalize_before,
         final_norm=stack.layer_norm is not None,
         embedding_norm=stack.layernorm_embedding is not None,
         embedding_scale=stack.embed_scale,
         position_embedding=position_embedding,
-        position_rows=position_rows,
+        position_rows=stack.embed_positions.num_embeddings if learned else 0,
         positions=None if positions in ("learned", "sinusoidal") else positions,
-        head_gate=getattr(cfg, "head_gate", None) or "none",
-        output_scale=getattr(cfg, "attention_output_scale", None) or 1.0,
+        head_gate=_get(cfg, "head_gate", "none"),
+        output_scale=_get(cfg, "attention_output_scale", 1.0),
         activation=cfg.activation_fn,
-        gated=bool(getattr(cfg, "gated_feed_forward", False)),
-        rms_norm=bool(getattr(cfg, "rms_norm", False)),
+        gated=_get(cfg, "gated_feed_forward", False),
+        rms_norm=_get(cfg, "rms_norm", False),
         shortcuts=hasattr(layer, "shortcuts"),
-        adaptive_input=inputs,
-        adaptive_softmax={} if softmax is None else _adaptive(softmax, cfg),
-        sigma_moe=experts,
+        adaptive_input=_adaptive_input(embedding, cfg) if is_adaptive else {},
+        adaptive_softmax={} if softmax is None else _adaptive_softmax(softmax, cfg),
+        sigma_moe=sigma_moe,
         expert_backend=getattr(cfg, "expert_backend", "auto"),
         dropout=cfg.dropout,
         activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
         attention_dropout=cfg.attention_dropout,
-        output_dropout=float(getattr(cfg, "output_dropout", None) or 0.0) if causal else 0.0,
+        output_dropout=_get(cfg, "output_dropout", 0.0) if causal else 0.0,
     )
 
 
-def _adaptive(softmax: Any, cfg: Any) -> dict[str, Any]:
+def _get(settings: Any, name: str, default: Any) -> Any:
+    """A setting, or the default if the model has no such setting, or None."""
+    return getattr(settings, name, None) or default
+
+
+def _adaptive_input(embedding: AdaptiveInput, cfg: Any) -> dict[str, Any]:
+    """The settings of adaptive inputs."""
+    return {
+        "cutoffs": embedding.cutoff,
+        "initial_dim": embedding.weights_for_band(0)[0].size(1),
+        "factor": cfg.adaptive_input_factor,
+    }
+
+
+def _adaptive_softmax(softmax: Any, cfg: Any) -> dict[str, Any]:
     """The settings of an adaptive softmax."""
     return {
         "cutoffs": softmax.cutoff,
@@ -175,19 +180,18 @@ def _adaptive(softmax: Any, cfg: Any) -> dict[str, Any]:
 
 
 def _load(plain: nn.Module, model: nn.Module) -> None:
-    """Copy the weights by name. A tied weight has several names in fairseq, but one in the plain model."""
+    """Copy the weights by name; raise UserError if they are not those of the plain model.
+
+    A tied weight has several names in fairseq, but one in the plain model.
+    """
     weights = model.state_dict()
-    loaded = {}
-    missing = []
-    for name in plain.state_dict():
-        if name in weights:
-            loaded[name] = weights[name]
-        else:
-            missing.append(name)
+    names = list(plain.state_dict())
+    loaded = {name: weights[name] for name in names if name in weights}
+    missing = [name for name in names if name not in weights]
     tied = {tensor.data_ptr() for tensor in loaded.values()}
     unused = []
     for name, tensor in weights.items():
-        if name not in loaded and not name.endswith(_NO_WEIGHTS) and tensor.data_ptr() not in tied:
+        if not name.endswith(_NO_WEIGHTS) and tensor.data_ptr() not in tied:
             unused.append(name)
     if missing or unused:
         listed = ", ".join([*unused, *missing][:3])
@@ -205,32 +209,19 @@ def _compare(plain: MixtureTransformer, model: Any) -> None:
     model.double().eval()
     plain.double().eval()
     generator = torch.Generator().manual_seed(0)
-    stacks: list[Any] = []
-    if plain.encoder is not None:
-        stacks.append(plain.source_stack)
-    if plain.decoder is not None:
-        stacks.append(plain.decoder)
-    rows = []
-    for stack in stacks:
-        settings = stack.settings
-        ids = torch.randint(
-            min(4, settings.vocab_size - 1), settings.vocab_size, (2, 7), generator=generator
-        )
-        ids[1, 5:] = settings.padding_idx
-        rows.append(ids)
-    pads = [ids.eq(stack.settings.padding_idx) for ids, stack in zip(rows, stacks)]
-    if len(rows) == 2:
-        got, _ = plain(*rows, *pads)
-        expected = model(rows[0], (~pads[0]).sum(1), rows[1])[0]
+    last = plain.source_stack if plain.decoder is None else plain.decoder
+    ids, padding = _random_sentences(last.settings, generator)
+    if plain.encoder is None or plain.decoder is None:
+        got, _ = plain(ids, padding=padding)
+        expected = model(ids)[0]
     else:
-        got, _ = plain(rows[0], padding=pads[0])
-        expected = model(rows[0])[0]
+        source, source_padding = _random_sentences(plain.source_stack.settings, generator)
+        got, _ = plain(source, ids, source_padding, padding)
+        expected = model(source, (~source_padding).sum(1), ids)[0]
     if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
         expected = model.decoder.adaptive_softmax.get_log_prob(expected, None)
-    real = ~pads[-1]
-    difference = (got[real] - expected[real]).abs().max() / expected[real].abs().max().clamp_min(
-        1.0
-    )
+    largest = expected[~padding].abs().max().clamp_min(1.0)
+    difference = (got - expected)[~padding].abs().max() / largest
     if not difference < TOLERANCE:
         raise UserError(
             f"The exported model's logits differ from those of fairseq's model by {difference:.1e}, so some "
@@ -239,8 +230,16 @@ def _compare(plain: MixtureTransformer, model: Any) -> None:
     plain.to(dtype)
 
 
+def _random_sentences(settings: StackSettings, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Two sentences of random words, and which of them are padding, [2, 7] each."""
+    symbols = settings.vocab_size
+    ids = torch.randint(min(4, symbols - 1), symbols, (2, 7), generator=generator)
+    ids[1, 5:] = settings.padding_idx
+    return ids, ids.eq(settings.padding_idx)
+
+
 def tensors_of(plain: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """The weights by name, none of which shares memory with another, as safetensors requires.
+    """Copies of the weights by name; safetensors refuses weights that share memory.
 
     Args:
         plain: the plain model.
@@ -268,22 +267,18 @@ def weights_of(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{path} is missing: name a folder of `moa-fairseq export --transformers`.")
-    state = {}
-    tied = {}
-    wrong = []
-    for key, tensor in load_file(path).items():
-        name = key.removeprefix("model.")
-        state[name] = tensor
-        if name in like:
-            tied[like[name].data_ptr()] = tensor
-        else:
-            wrong.append(name)
-    weights: dict[str, Tensor] = {}
+    state = {key.removeprefix("model."): tensor for key, tensor in load_file(path).items()}
+    wrong = [name for name in state if name not in like]
+    tied = {like[name].data_ptr(): state[name] for name in state if name in like}
+    weights = {}
     for name, old in like.items():
-        weights[name] = state.get(name, tied.get(old.data_ptr(), old))
-        is_left = weights[name] is old and not name.endswith(_NO_WEIGHTS)
-        if is_left or weights[name].shape != old.shape:
+        new = state.get(name, tied.get(old.data_ptr()))
+        if new is None and name.endswith(_NO_WEIGHTS):
+            new = old
+        if new is None or new.shape != old.shape:
             wrong.append(name)
+        else:
+            weights[name] = new
     if wrong:
         raise UserError(
             f"{path} and --like are not the same model ({', '.join(wrong[:3])}): name a checkpoint of the "

@@ -53,46 +53,49 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         )
     made_by = provenance()
     seeds: dict[int, Path] = {}  # seed → the first checkpoint with it
-    sums: State = {}
-    leaders: dict[str, str] = {}  # parameter → the first parameter of the same storage
+    sums: State = {}  # for the first parameter of each storage
+    first_names: dict[str, str] = {}  # parameter → the first parameter of the same storage
     for path in paths:
-        state = load_checkpoint(path)
-        model = state.pop("model")
-        state["last_optimizer_state"] = None
+        checkpoint = load_checkpoint(path)
+        model = checkpoint.pop("model")
+        checkpoint["last_optimizer_state"] = None
         if sums:
-            _check(model, {key: sums[leader].shape for key, leader in leaders.items()}, path)
-            _add(sums, leaders, model)
+            shapes = {name: sums[first].shape for name, first in first_names.items()}
+            _check_parameters(model, shapes, path)
+            _add(sums, first_names, model)
         else:
-            leaders = shared_storage(model)
-            for leader in dict.fromkeys(leaders.values()):
-                sums[leader] = _widened(model[leader], copy=True)
+            first_names = shared_storage(model)
+            for name in dict.fromkeys(first_names.values()):
+                sums[name] = _widened(model[name], copy=True)
         del model  # so that only one model is in memory, besides the sums
-        seed = _seed(state)
+        seed = _seed(checkpoint)
         if seed is not None:
             seeds.setdefault(seed, path)
         _check_seeds(seeds)
     for total in sums.values():
         _divide(total, len(paths))
-    if isinstance(state.get("extra_state"), dict):
-        state["extra_state"].pop("carried_context", None)  # only a resumed training needs it
-    state["model"] = {key: sums[leader] for key, leader in leaders.items()}
-    state["averaged_from"] = [Path(path).name for path in paths]
-    state["made_by"] = made_by
-    return state
+    # This is the newest checkpoint; only a resumed training needs its carried context
+    if isinstance(checkpoint.get("extra_state"), dict):
+        checkpoint["extra_state"].pop("carried_context", None)
+    return checkpoint | {
+        "model": {name: sums[first] for name, first in first_names.items()},
+        "averaged_from": [path.name for path in paths],
+        "made_by": made_by,
+    }
 
 
-def _add(sums: State, leaders: dict[str, str], model: State) -> None:
+def _add(sums: State, first_names: dict[str, str], model: State) -> None:
     """Add a model to `sums`.
 
-    A parameter that it no longer shares gets a separate sum; `leaders` is updated.
+    A parameter that it no longer shares gets a separate sum; `first_names` is updated.
     """
-    leaders_of_model = shared_storage(model)
-    for key, leader in list(leaders.items()):
-        if key != leader and leaders_of_model[key] != leaders_of_model[leader]:
-            sums[key] = sums[leader].clone()
-            leaders[key] = key
-    for key, total in sums.items():
-        total += _widened(model[key])
+    first_of_model = shared_storage(model)
+    for name, first in list(first_names.items()):
+        if name != first and first_of_model[name] != first_of_model[first]:
+            sums[name] = sums[first].clone()
+            first_names[name] = name
+    for name, total in sums.items():
+        total += _widened(model[name])
 
 
 def _seed(state: Mapping[str, Any]) -> int | None:
@@ -121,7 +124,7 @@ def _divide(total: Tensor, count: int) -> None:
         total.copy_(torch.div(total, count, rounding_mode="floor"))
 
 
-def _check(model: State, shapes: Mapping[str, torch.Size], path: Path) -> None:
+def _check_parameters(model: State, shapes: Mapping[str, torch.Size], path: Path) -> None:
     """Raise UserError for a model with other parameters, or with other shapes."""
     for key in [*shapes, *model]:
         if key not in model or key not in shapes:
@@ -191,7 +194,7 @@ def last_checkpoints(
 
 
 def shared_storage(model: State) -> dict[str, str]:
-    """Group parameters that share storage.
+    """The first of the parameters that share storage, by the name of each.
 
     Args:
         model: name of a parameter → its value.
@@ -199,12 +202,12 @@ def shared_storage(model: State) -> dict[str, str]:
     Returns:
         Name of a parameter → name of the first parameter that is the same view of the same storage.
     """
-    first: dict[tuple, str] = {}
-    leaders = {}
-    for key, tensor in model.items():
+    names_by_view: dict[tuple, str] = {}
+    first_names = {}
+    for name, tensor in model.items():
         view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        leaders[key] = first.setdefault(view, key) if tensor.numel() else key
-    return leaders
+        first_names[name] = names_by_view.setdefault(view, name) if tensor.numel() else name
+    return first_names
 
 
 def _widened(tensor: Tensor, copy: bool = False) -> Tensor:
@@ -251,9 +254,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _requested_checkpoints(args: argparse.Namespace) -> list[Path]:
     """The files of --inputs, or the last ones of its folder. Raise UserError for flags that do not fit."""
+    flag, number = "--num-epoch-checkpoints", args.num_epoch_checkpoints
     by_updates = args.num_update_checkpoints is not None
-    number = args.num_update_checkpoints if by_updates else args.num_epoch_checkpoints
-    flag = "--num-update-checkpoints" if by_updates else "--num-epoch-checkpoints"
+    if by_updates:
+        flag, number = "--num-update-checkpoints", args.num_update_checkpoints
     if number is None:
         if args.checkpoint_upper_bound is not None:
             raise UserError(

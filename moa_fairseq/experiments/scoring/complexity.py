@@ -61,7 +61,8 @@ PARTS = {
 }
 _ATTENTIONS = ("encoder_attention", "decoder_self_attention", "cross_attention")
 _TIED_OUTPUTS = ("RobertaLMHead", "TiedLinear")  # they multiply by the token embedding
-FORWARDED = ("num_experts", "experts_per_token", "expert_dim")
+# Flags of `complexity` that fairseq has, too
+_ARCHITECTURE_FLAGS = ("num_experts", "experts_per_token", "expert_dim")
 
 
 @dataclass
@@ -72,23 +73,24 @@ class Cost:
         parameters: a key of PARTS → the number of parameters.
         macs: a key of PARTS → the number of MACs.
         not_counted: the types of modules with matrices whose MACs no rule counts.
-        layer: the cost of the model's first self-attention: "macs" and "floats" by the formula of
+        switchhead_layer: the cost of the model's first self-attention: "macs" and "floats" by the formula of
             SwitchHead's authors, and "plain_macs", every matrix product once. None if they have no formula.
         attention_parameters, attention_macs: the sums over all attentions, which include their routers,
             scores and values. In `parameters` and `macs` these are separate parts.
         cache_bytes: the bytes that the self-attention of a decoder's layer caches for a token, with 16 bits
             per number; None without a decoder.
-        updated: --finetune method → the number of parameters that it updates; empty except for MAE.
+        updated_parameters: --finetune method → the number of parameters that it updates; empty except for
+            MAE.
     """
 
     parameters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     macs: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     not_counted: list[str] = field(default_factory=list)
-    layer: dict[str, int] | None = None
+    switchhead_layer: dict[str, int] | None = None
     attention_parameters: int = 0
     attention_macs: int = 0
     cache_bytes: int | None = None
-    updated: dict[str, int] = field(default_factory=dict)
+    updated_parameters: dict[str, int] = field(default_factory=dict)
 
     @property
     def total_macs(self) -> int:
@@ -105,10 +107,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     """Count parameters and MACs of one sentence pair.
 
     A parameter that two modules share counts once, under the module that comes first, so a tied output
-    projection has no parameters. Modules below `encoder` see src_len tokens, all others tgt_len. The
-    projections of keys and values in cross-attention see src_len tokens, and with --cross-self-attention
-    those of the decoder's self-attention see src_len + tgt_len tokens. A mixture states its own cost. In a
-    language model with Transformer-XL's positions the keys of a carried chunk count, too.
+    projection has no parameters. A mixture counts its own MACs. In a language model with Transformer-XL's
+    positions the keys of a carried chunk count, too.
 
     Args:
         model: a fairseq model, on any device (only shapes are read).
@@ -121,20 +121,43 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
         cost.parameters[part_of(owner, modules[owner])] += parameter.numel()
         if {"self_attn", "encoder_attn"} & set(owner.split(".")):
             cost.attention_parameters += parameter.numel()
-    carries = isinstance(model, FairseqLanguageModel)
+    for name, module in modules.items():
+        if name.startswith("decoder.") and "encoder_attn" not in name:
+            cost.cache_bytes = _cache_bytes(module) or cost.cache_bytes
+    _count_macs(cost, model, src_len, tgt_len)
+    if gates_of(model):
+        from moa_fairseq.plugin.coordinate_descent.finetuning import updated_by
+
+        for method in ("ftg", "ftg_plus", "ftall"):
+            cost.updated_parameters[method] = sum(map(torch.numel, updated_by(model, method)))
+    return cost
+
+
+def _count_macs(cost: Cost, model: nn.Module, src_len: int, tgt_len: int) -> None:
+    """Add the MACs of all modules."""
+    modules = dict(model.named_modules())
     unknown: set[str] = set()
-    stated: set[nn.Module] = set()  # parts of mixtures, whose cost the mixture states
+    counted: set[nn.Module] = set()  # parts of mixtures, which count them
     for name, module in modules.items():
         part = part_of(name, module)
         queries, keys = _lengths(name, modules, src_len, tgt_len)
-        if name.startswith("decoder.") and "encoder_attn" not in name:
-            cost.cache_bytes = _cache_bytes(module) or cost.cache_bytes
-        if isinstance(module, (Attention, SigmaMoE)):
-            _add_stated(cost, module, part, queries, keys, carries)
-            stated.update(module.modules())
-        elif module in stated:
+        if isinstance(module, Attention):
+            # A chunk of a text may attend to the one before it
+            carries = isinstance(model, FairseqLanguageModel)
+            chunks = 2 if carries and isinstance(module.positions, RelativePositions) else 1
+            macs = module.macs(queries, keys * chunks)
+            _add(cost, part, macs)
+            cost.attention_macs += sum(macs.values())
+            layer = published_cost(module, queries, chunks)
+            if layer and not cost.switchhead_layer:
+                cost.switchhead_layer = layer | {"plain_macs": sum(macs.values())}
+            counted.update(module.modules())
+        elif isinstance(module, SigmaMoE):
+            _add(cost, part, module.macs(queries))
+            counted.update(module.modules())
+        elif module in counted:
             continue
-        elif type(module).__name__ == "MultiheadAttention":
+        elif isinstance(module, MultiheadAttention):
             products = 2 * queries * keys * module.embed_dim
             cost.macs["attention_matmul"] += products
             cost.attention_macs += products
@@ -147,12 +170,13 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
         elif _has_matrix(module):
             unknown.add(type(module).__name__)
     cost.not_counted = sorted(unknown)
-    if gates_of(model):
-        from moa_fairseq.plugin.coordinate_descent.finetuning import updated_by
 
-        for method in ("ftg", "ftg_plus", "ftall"):
-            cost.updated[method] = sum(map(torch.numel, updated_by(model, method)))
-    return cost
+
+def _add(cost: Cost, part: str, macs: Mapping[str, int]) -> None:
+    """Add the MACs that a mixture counts."""
+    cost.macs["router"] += macs["router"]
+    cost.macs[part] += macs["projections"]
+    cost.macs["attention_matmul"] += macs.get("scores", 0)
 
 
 def _cache_bytes(module: nn.Module) -> int | None:
@@ -174,36 +198,18 @@ def _has_matrix(module: nn.Module) -> bool:
 def _lengths(
     name: str, modules: Mapping[str, nn.Module], src_len: int, tgt_len: int
 ) -> tuple[int, int]:
-    """The numbers of queries and keys that a module sees."""
+    """The numbers of queries and keys that a module sees; a projection of keys sees keys alone."""
     path = name.split(".")
-    cross = "encoder_attn" in path
+    if path[0] == "encoder":
+        return src_len, src_len
+    keys = tgt_len
+    layer, is_self_attention, _ = name.partition(".self_attn")
+    if "encoder_attn" in path:
+        keys = src_len
+    elif is_self_attention and getattr(modules[layer], "cross_self_attention", False):
+        keys = src_len + tgt_len
     projects_keys = path[-1] in ("k_proj", "v_proj")
-    queries = src_len if path[0] == "encoder" or (cross and projects_keys) else tgt_len
-    keys = src_len if cross else queries
-    layer, of_itself, _ = name.partition(".self_attn")
-    if of_itself and getattr(modules[layer], "cross_self_attention", False):
-        keys += src_len
-        queries = keys if projects_keys else queries
-    return queries, keys
-
-
-def _add_stated(
-    cost: Cost, module: Attention | SigmaMoE, part: str, queries: int, keys: int, carries: bool
-) -> None:
-    """Add the cost that a mixture states; `carries` if a chunk of a text may attend to the one before it."""
-    if isinstance(module, SigmaMoE):
-        macs = module.macs(queries)
-    else:
-        chunks = 2 if carries and isinstance(module.positions, RelativePositions) else 1
-        macs = module.macs(queries, keys * chunks)
-        cost.attention_macs += sum(macs.values())
-        if cost.layer is None:
-            cost.layer = published_cost(module, queries, chunks)
-            if cost.layer is not None:
-                cost.layer["plain_macs"] = sum(macs.values())
-    cost.macs["router"] += macs["router"]
-    cost.macs[part] += macs["projections"]
-    cost.macs["attention_matmul"] += macs.get("scores", 0)
+    return keys if projects_keys else tgt_len, keys
 
 
 def part_of(name: str, module: nn.Module) -> str:
@@ -276,9 +282,9 @@ def as_json(cost: Cost) -> dict[str, Any]:
         },
         "macs_by_part": cost.macs,
     }
-    for name, count in (cost.layer or {}).items():
+    for name, count in (cost.switchhead_layer or {}).items():
         report[f"switchhead_layer_{name}"] = count
-    for method, parameters in cost.updated.items():
+    for method, parameters in cost.updated_parameters.items():
         report[f"updated_{method}"] = parameters
     report["not_counted"] = cost.not_counted
     return report
@@ -287,29 +293,33 @@ def as_json(cost: Cost) -> dict[str, Any]:
 def as_text(title: str, cost: Cost) -> str:
     """The report as a table for people."""
     report = as_json(cost)
+    layer = cost.switchhead_layer or {}
     without_output = report["parameters"] - cost.parameters["output"]
-    rows = [(label, cost.parameters[part], cost.macs[part]) for part, label in PARTS.items()]
+    rows: list[tuple[str, int | None, int | None]] = [
+        (label, cost.parameters[part], cost.macs[part]) for part, label in PARTS.items()
+    ]
     rows += [
         ("total", report["parameters"], report["macs"]),
         ("  attention, total", report["attention_parameters"], report["attention_macs"]),
         ("  without the output layer", without_output, report["macs"] - report["output_macs"]),
+        ("papers' convention", None, report["macs_paper_convention"]),
+        ("attention twice", None, report["macs_attention_twice"]),
+        ("SwitchHead's layer", None, layer.get("macs")),
+        ("  every product once", None, layer.get("plain_macs")),
+        ("  numbers stored", None, layer.get("floats")),
     ]
+    for method, updated in cost.updated_parameters.items():
+        rows.append((f"updated by --finetune {method}", updated, None))
+    notes = {
+        "papers' convention": "no attention scores and values",
+        "attention twice": "MoA's Table 2; see --help",
+        "SwitchHead's layer": "its paper's formula; see --help",
+    }
     table: list[dict[str, Any]] = []
     for label, parameters, macs in rows:
         if parameters or macs:
-            table.append({"part": label, "parameters": parameters, "macs": macs})
-    notes = {
-        "papers' convention": ("macs_paper_convention", "no attention scores and values"),
-        "attention twice": ("macs_attention_twice", "MoA's Table 2; see --help"),
-        "SwitchHead's layer": ("switchhead_layer_macs", "its paper's formula; see --help"),
-        "  every product once": ("switchhead_layer_plain_macs", ""),
-        "  numbers stored": ("switchhead_layer_floats", ""),
-    }
-    for label, (key, note) in notes.items():
-        if key in report:
-            table.append({"part": label, "macs": report[key], "note": note})
-    for method, parameters in cost.updated.items():
-        table.append({"part": f"updated by --finetune {method}", "parameters": parameters})
+            note = notes.get(label)
+            table.append({"part": label, "parameters": parameters, "macs": macs, "note": note})
     columns = [
         Column("part", "part"),
         Column("parameters", "parameters", ","),
@@ -338,7 +348,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="translation: one matrix for source, target and output as in the paper (shared, the default); "
         "for target and output only (decoder); three (separate)",
     )
-    for name in FORWARDED:
+    for name in _ARCHITECTURE_FLAGS:
         flag = f"--{name.replace('_', '-')}"
         add(flag, type=int, metavar="N", help="overrides the architecture's value")
     add(
@@ -353,7 +363,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     model_flags = list(args.model_flags)
-    for name in FORWARDED:
+    for name in _ARCHITECTURE_FLAGS:
         if (value := getattr(args, name)) is not None:
             model_flags += [f"--{name.replace('_', '-')}", str(value)]
     cost = complexity(

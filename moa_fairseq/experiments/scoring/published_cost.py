@@ -20,34 +20,32 @@ def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, 
         "macs", the number of multiply-accumulates, and "floats", the number of values that training stores.
         None if the authors have no formula for the attention.
     """
+    # n heads of width d; T tokens, which attend to C chunks; k of E experts
     n = attention.num_heads
     d = attention.head_dim
-    C = chunks
     T = length
+    C = chunks
     width = attention.embed_dim
-    relative = isinstance(attention.positions, RelativePositions)
+    positions = 2 if isinstance(attention.positions, RelativePositions) else 0
     # Queries by keys, and weights by values
     macs = 2 * C * n * d * T**2
     floats = 2 * C * n * T**2
-    if isinstance(attention, MixtureOfAttention):
-        if attention.key_heads != 1 or not relative:
-            return None
+    if isinstance(attention, MixtureOfAttention) and attention.key_heads == 1 and positions:
         k = 2  # the authors' script has this k for every n
         E = attention.num_experts
         macs += (2 * n + 2 + 2 * C) * d * width * T + n * k * d * T + E * width * T
         floats += (2 * n + 4) * d * T + E * C * T
-    elif not isinstance(attention, SwitchHeadAttention):
-        return None
-    elif not attention.experts:  # dense: Eq. 11-12
-        macs += (4 + relative * 2 * C) * n * d * width * T
-        floats += (4 + relative * 2 * C) * n * d * T
-    elif attention.experts == "vo":
+    elif isinstance(attention, SwitchHeadAttention) and not attention.experts:  # dense: Eq. 11-12
+        macs += (4 + positions * C) * n * d * width * T
+        floats += (4 + positions * C) * n * d * T
+    elif isinstance(attention, SwitchHeadAttention) and attention.experts == "vo":
+        # Here the printed numbers have the positions of one chunk
         k = attention.experts_per_token
         E = attention.num_experts
         routers = 1 if attention.shares_selection else 2
-        macs += (2 * k + 2 + relative * 2) * n * d * width * T
+        macs += (2 * k + 2 + positions) * n * d * width * T
         macs += 2 * n * k * d * T + routers * E * C * width * T
-        floats += (4 + relative * 2) * n * d * T + routers * E * C * T
+        floats += (4 + positions) * n * d * T + routers * E * C * T
     else:
         return None
     return {"macs": macs, "floats": floats}

@@ -251,9 +251,11 @@ def _from_log(path: str, args: argparse.Namespace) -> Output:
     targets, target_kind = _joined(log.targets, subwords)
     # fairseq applies --bpe and --tokenizer to T and D, not to H: then D must be compared with T
     scored = log.decoded if log.is_decoded else joined
+    hypotheses = [line.replace("<unk>", UNKNOWN_IN_HYPOTHESIS) for line in scored]
+    references = [line.replace("<<unk>>", UNKNOWN_IN_REFERENCE) for line in targets]
     texts = Texts(
-        [line.replace("<unk>", UNKNOWN_IN_HYPOTHESIS) for line in scored],
-        [[line.replace("<<unk>>", UNKNOWN_IN_REFERENCE) for line in targets]],
+        hypotheses,
+        [references],
         lang=language or DEFAULT_LANGUAGE,
         detokenized=args.detokenized or scored != joined,
         raw_references=[_raw_lines(args.raw_reference, file, log)] if args.raw_reference else None,
@@ -306,11 +308,9 @@ def _log_warnings(path: Path, log: GenerateLog, allow_partial: bool) -> list[str
     translated = len(log.ids)
     missing = log.ids[-1] + 1 - translated  # ids count from 0
     if missing:
-        number = "1 sentence of the test set is"
-        if missing > 1:
-            number = f"{missing} sentences of the test set are"
+        are = "sentence of the test set is" if missing == 1 else "sentences of the test set are"
         problem = (
-            f"{path}: {number} missing. fairseq leaves out "
+            f"{path}: {missing} {are} missing. fairseq leaves out "
             "what is longer than the model with --skip-invalid-size-inputs-valid-test, other shards with "
             "--num-shards, and without this plugin a last batch that is not full"
         )
@@ -335,11 +335,11 @@ def _from_files(path: str, args: argparse.Namespace) -> Output:
     _check_lines(path, lines_by_file)
     language = args.target_lang or beside_recipe(path)[1]
     subwords = args.remove_bpe or "none"
-    joined = [_joined(lines_by_file[file], subwords) for file in (path, *args.reference)]
-    (hypotheses, *references), (kind, *reference_kinds) = zip(*joined)
+    hypotheses, kind = _joined(lines_by_file[path], subwords)
+    joined = [_joined(lines_by_file[file], subwords) for file in args.reference]
     texts = Texts(
         hypotheses,
-        references,
+        [lines for lines, _ in joined],
         lang=language or DEFAULT_LANGUAGE,
         detokenized=args.detokenized,
         raw_references=[lines_by_file[args.raw_reference]] if args.raw_reference else None,
@@ -349,7 +349,7 @@ def _from_files(path: str, args: argparse.Namespace) -> Output:
         "input": path,
         "references": args.reference,
         "lines": len(hypotheses),
-        "subwords_joined": {"hypotheses": kind, "references": reference_kinds},
+        "subwords_joined": {"hypotheses": kind, "references": [kind for _, kind in joined]},
     }
     warnings = _language_warnings(path, language)
     return Output(texts, facts, warnings, _is_without_spaces(texts, language))

@@ -8,9 +8,9 @@ import torch
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.convert.models import _symbols, settings_for
 from moa_fairseq.experiments.convert.weights import (
-    default_values,
     dense_weights,
     fill,
+    moh_defaults,
     refuse_what_fairseq_lacks,
 )
 from moa_fairseq.layers import MixtureOfAttentiveExperts, MixtureOfHeads
@@ -22,17 +22,17 @@ from moa_fairseq.layers import MixtureOfAttentiveExperts, MixtureOfHeads
 def test_half_of_the_heads_are_shared_and_half_of_the_rest_chosen(heads, shared, routed):
     """Halves of odd numbers are rounded down, but one head is chosen at least."""
     settings = argparse.Namespace(encoder_attention_heads=heads, decoder_attention_heads=99)
-    found = default_values("moh", settings, "masked LM", {})
+    found = moh_defaults(settings, "masked LM", {})
     assert (found["moh_shared_heads"], found["experts_per_token"]) == (shared, routed)
 
 
 def test_the_side_with_fewer_heads_decides():
     settings = argparse.Namespace(encoder_attention_heads=8, decoder_attention_heads=4)
-    assert default_values("moh", settings, "translation", {})["moh_shared_heads"] == 2
-    assert default_values("moh", settings, "causal LM", {})["experts_per_token"] == 1
+    assert moh_defaults(settings, "translation", {})["moh_shared_heads"] == 2
+    assert moh_defaults(settings, "causal LM", {})["experts_per_token"] == 1
     for shared in (4, 7):
         with pytest.raises(UserError, match="at most 3"):
-            default_values("moh", settings, "translation", {"moh_shared_heads": shared})
+            moh_defaults(settings, "translation", {"moh_shared_heads": shared})
 
 
 def test_symbols_of_adaptive_inputs_are_those_of_all_bands():

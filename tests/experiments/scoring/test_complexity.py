@@ -220,7 +220,7 @@ def test_an_encoder_carries_no_chunk(arch):
     cost = count(model, 10, 10)
     attention = model.encoder.sentence_encoder.layers[0].self_attn
     assert cost.macs["attention_matmul"] == 6 * attention.macs(10, 10)["scores"]
-    assert cost.layer is None or cost.layer["plain_macs"] == sum(
+    assert cost.switchhead_layer is None or cost.switchhead_layer["plain_macs"] == sum(
         attention.macs(10, 10).values()
     )
 

@@ -15,10 +15,15 @@ from moa_fairseq.plugin.forward_context import collect_routings
 
 def test_settings_without_a_formula_print_none():
     flags = ["--switchhead-experts", "vkqo"]
-    assert complexity("switchhead_lm_47m", 100, 8, 8, model_flags=flags).layer is None
-    assert complexity("moa_transformer_tiny").layer is None
     assert (
-        complexity("moa_lm_47m", 100, 8, 8, model_flags=["--positions", "rope"]).layer is None
+        complexity("switchhead_lm_47m", 100, 8, 8, model_flags=flags).switchhead_layer is None
+    )
+    assert complexity("moa_transformer_tiny").switchhead_layer is None
+    assert (
+        complexity(
+            "moa_lm_47m", 100, 8, 8, model_flags=["--positions", "rope"]
+        ).switchhead_layer
+        is None
     )
 
 
