@@ -32,7 +32,7 @@ class TruncatedBPTTConfig(LanguageModelingConfig):
 
 
 class OrderedChunks(BaseWrapperDataset):
-    """A split as `rows` texts that are read side by side, each as `chunks` consecutive chunks.
+    """A split as texts that are read side by side, each as `chunks` consecutive chunks.
 
     Blocks 0 … chunks − 1 of the data set are the first text, and so on; the last text may be shorter. The
     texts are divided into equal `parts`, which take turns: each process has some of the parts, and reads them
@@ -41,18 +41,29 @@ class OrderedChunks(BaseWrapperDataset):
 
     Args:
         dataset: a data set of blocks, in the order of the text.
-        rows: the number of texts, at most the number of blocks.
-        parts: the number of groups of texts that take turns, a divisor of rows.
+        texts: the number of texts, at most the number of blocks.
+        parts: the number of groups of texts that take turns, a divisor of `texts`.
     """
 
-    def __init__(self, dataset: FairseqDataset, rows: int, parts: int = 1):
+    def __init__(self, dataset: FairseqDataset, texts: int, parts: int = 1):
         super().__init__(dataset)
-        self.rows = max(1, min(rows, len(dataset)))
-        self.chunks = -(-len(dataset) // self.rows)
+        self.texts = max(1, min(texts, len(dataset)))
+        self.chunks = -(-len(dataset) // self.texts)
         self.parts = parts
+        self.texts_per_part = self.texts // parts
+
+    def parts_of(self, shard: int, num_shards: int) -> range:
+        """The parts that a process (shard) reads, one after the other.
+
+        Args:
+            shard: the number of the process.
+            num_shards: the number of processes, a divisor of `parts`.
+        """
+        size = self.parts // num_shards
+        return range(shard * size, (shard + 1) * size)
 
     def batches(self, num_shards: int) -> list[list[int]]:
-        """The numbers of the blocks of each batch. Each process (shard) always reads the same parts.
+        """The numbers of the blocks of each batch.
 
         Args:
             num_shards: the number of processes, a divisor of `parts`.
@@ -61,23 +72,21 @@ class OrderedChunks(BaseWrapperDataset):
             A list of block numbers for each batch; every num_shards-th batch belongs to the same process. A
             list is empty if its texts have ended.
         """
-        per_part = self.rows // self.parts
-        steps = self.parts // num_shards
-        total = len(self.dataset)
-        first_blocks = range(0, self.rows * self.chunks, self.chunks)
-        numbers = itertools.product(range(self.chunks), range(steps), range(num_shards))
+        # One part of each process, then the next part of each
+        parts = sorted(range(self.parts), key=lambda part: part % (self.parts // num_shards))
         batches = []
-        for chunk, step, shard in numbers:
-            part = shard * steps + step
-            texts = first_blocks[part * per_part : (part + 1) * per_part]
-            batches.append([first + chunk for first in texts if first + chunk < total])
+        for chunk, part in itertools.product(range(self.chunks), parts):
+            first = part * self.texts_per_part
+            texts = range(first, first + self.texts_per_part)
+            blocks = [text * self.chunks + chunk for text in texts]
+            batches.append([block for block in blocks if block < len(self.dataset)])
         return batches
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.dataset.collater(samples)
         if batch:
-            row, chunk = divmod(int(samples[0]["id"]), self.chunks)
-            batch["net_input"].update(chunk=chunk, part=row * self.parts // self.rows)
+            text, chunk = divmod(int(samples[0]["id"]), self.chunks)
+            batch["net_input"].update(chunk=chunk, part=text // self.texts_per_part)
         return batch
 
 
@@ -154,26 +163,20 @@ class TruncatedBPTTTask(LanguageModelingTask):
 
     def before_save(self, trainer: Any, epoch_itr: iterators.EpochBatchIterator) -> None:
         """Collect the contexts of all processes, unless the next chunk begins an epoch."""
-        context = trainer.get_model().decoder.context
         self._carried = None
+        context = trainer.get_model().decoder.context
         if context is None or epoch_itr.end_of_epoch():
             return
-        gathered = gather_contexts(
-            [context.of_training(part) for part in self._own_parts(epoch_itr)]
-        )
+        parts = epoch_itr.dataset.parts_of(epoch_itr.shard_id, epoch_itr.num_shards)
+        gathered = gather_contexts([context.of_training(part) for part in parts])
         if gathered is not None:
-            self._carried = self._texts(epoch_itr) | {
-                "chunk": gathered.chunk,
-                "inputs": gathered.inputs,
-            }
+            self._carried = self._division(epoch_itr.dataset) | gathered._asdict()
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
         """fairseq's hook: the state that the first process adds to a checkpoint."""
         carried = self._carried
         self._carried = None
-        if carried is None:
-            return {}
-        return {"carried_context": carried}
+        return {} if carried is None else {"carried_context": carried}
 
     def after_load(
         self, trainer: Any, epoch_itr: iterators.EpochBatchIterator, extra_state: dict[str, Any]
@@ -191,10 +194,11 @@ class TruncatedBPTTTask(LanguageModelingTask):
         place = epoch_itr.iterations_in_epoch
         if context is None or place == 0:
             return
-        parts = self._own_parts(epoch_itr)
-        texts = self._texts(epoch_itr)
-        position = texts | {"chunk": place / len(parts) - 1}
-        if not isinstance(carried, dict) or not position.items() <= carried.items():
+        ordered = epoch_itr.dataset
+        parts = ordered.parts_of(epoch_itr.shard_id, epoch_itr.num_shards)
+        last_chunk = place / len(parts) - 1
+        expected = self._division(ordered) | {"chunk": last_chunk}
+        if not isinstance(carried, dict) or not expected.items() <= carried.items():
             state = "holds none"
             if carried is not None:
                 state = "holds that of texts which were cut otherwise"
@@ -203,24 +207,17 @@ class TruncatedBPTTTask(LanguageModelingTask):
                 "training will differ a little from one that was not interrupted"
             )
             return
-        rows = texts["texts"] // epoch_itr.dataset.parts
-        longest = context.chunks * texts["length"]
+        longest = context.chunks * self.args.tokens_per_sample
         for part in parts:
-            mine = (slice(-longest, None), slice(part * rows, (part + 1) * rows))
-            inputs = [x[mine].to(trainer.device, copy=True) for x in carried["inputs"]]
+            texts = slice(part * ordered.texts_per_part, (part + 1) * ordered.texts_per_part)
+            inputs = [x[-longest:, texts].to(trainer.device, copy=True) for x in carried["inputs"]]
             if inputs[0].size(1):
                 context.restore(part, ChunkContext(carried["chunk"], inputs))
 
-    def _own_parts(self, epoch_itr: iterators.EpochBatchIterator) -> range:
-        """The parts of the texts that this process reads."""
-        steps = epoch_itr.dataset.parts // epoch_itr.num_shards
-        return range(epoch_itr.shard_id * steps, (epoch_itr.shard_id + 1) * steps)
-
-    def _texts(self, epoch_itr: iterators.EpochBatchIterator) -> dict[str, int]:
+    def _division(self, ordered: OrderedChunks) -> dict[str, int]:
         """How the training's texts are divided; a saved context fits texts that are divided alike."""
-        ordered: OrderedChunks = epoch_itr.dataset
         return {
-            "texts": ordered.rows,
+            "texts": ordered.texts,
             "chunks": ordered.chunks,
             "length": self.args.tokens_per_sample,
         }
@@ -259,19 +256,20 @@ class TruncatedBPTTTask(LanguageModelingTask):
         """
         length = self.args.tokens_per_sample
         limits = [max_sentences, None if max_tokens is None else max_tokens // length]
-        per_shard = min((limit for limit in limits if limit is not None), default=1)
-        if per_shard < 1:
+        limit = min((limit for limit in limits if limit is not None), default=1)
+        if limit < 1:
             raise UserError(
                 f"--max-tokens {max_tokens} is less than one chunk of --tokens-per-sample {length}: raise it."
             )
-        steps = self._micro_batches() if dataset is self.datasets.get(self.args.train_subset) else 1
-        parts = num_shards * steps
-        per_part = max(1, min(per_shard, len(dataset) // parts))
-        ordered = OrderedChunks(dataset, per_part * parts, parts)
-        if ordered.rows < parts:
+        is_training = dataset is self.datasets.get(self.args.train_subset)
+        micro_batches = self._micro_batches() if is_training else 1
+        parts = num_shards * micro_batches
+        texts_per_part = max(1, min(limit, len(dataset) // parts))
+        ordered = OrderedChunks(dataset, texts_per_part * parts, parts)
+        if ordered.texts < parts:
             raise UserError(
                 f"{len(dataset)} chunks of --tokens-per-sample {length} are too few for {num_shards} "
-                f"processes with --update-freq {steps}: lower --tokens-per-sample or --update-freq."
+                f"processes with --update-freq {micro_batches}: lower --tokens-per-sample or --update-freq."
             )
         return iterators.EpochBatchIterator(
             dataset=ordered,

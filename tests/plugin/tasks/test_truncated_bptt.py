@@ -84,7 +84,7 @@ def test_the_smaller_limit_of_a_batch_counts(tokens, sentences, rows):
     )
     task.datasets = {}
     found = TruncatedBPTTTask.get_batch_iterator(task, Blocks(24), tokens, sentences)
-    assert found.dataset.rows == rows
+    assert found.dataset.texts == rows
 
 
 def test_micro_batches_have_texts_of_their_own_in_the_training_subset_alone():
