@@ -238,7 +238,8 @@ class PreparationJob:
         tests = [str(folder / split) for split in splits if split not in ("train", "valid")]
         values["testpref"] = ",".join(tests) or None
         values["workers"] = 1 if kind == CLASSIFICATION else self.workers
-        values |= dictionaries | self.data.preprocess
+        values.update(dictionaries)
+        values |= self.data.preprocess
         if kind in (TRANSLATION, MASKED_LM):
             values |= self.settings.get("flags", {})
         return values
