@@ -12,6 +12,8 @@ EXAMPLES = (100, 300)
 # Long lists of cases run in parts, another part each day
 DATE = os.environ.setdefault("MOA_FAIRSEQ_TESTS_DATE", datetime.date.today().isoformat())
 DAY = datetime.date.fromisoformat(DATE).toordinal()
+# A forked process waits forever for the threads that its parent had for a sum over many numbers
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser):
