@@ -220,13 +220,13 @@ def _make_in_place(
         sessions = made_by_of(record, step.output)
         step.ready()
     session["from"] = _contents(step.output)
-    begun: Record = {"inputs": inputs, "facts": facts, "made_by": [*sessions, session]}
-    write_step_record(workshop.folder, step.name, **begun)
+    start: Record = {"inputs": inputs, "facts": facts, "made_by": [*sessions, session]}
+    write_step_record(workshop.folder, step.name, **start)
     for key, value in (_execute(step, step.output, workshop) or {}).items():
         if value is not None:  # a resumed training may not measure all of its facts again
             facts[key] = value
     # The session of a training that had nothing left to do is left out, unless it is the only one
-    return facts, made_by_of(begun, step.output) or [session]
+    return facts, made_by_of(start, step.output) or [session]
 
 
 def _execute(step: Step, output: Path, workshop: _Workshop) -> Any:

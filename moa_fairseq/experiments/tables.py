@@ -69,11 +69,11 @@ class Table(NamedTuple):
         if not columns:
             return ""
         head, *rows = [list(map(plain, line)) for line in lines]
-        shown = _without_repeats(columns, rows)
-        widths, gap = _fit_columns(columns, [head, *shown], width)
+        printed = _without_repeats(columns, rows)
+        widths, gap = _fit_columns(columns, [head, *printed], width)
         out = _wrapped(head, columns, widths, gap, is_head=True)
         out.append(gap.join("-" * size for size in widths))
-        for row in shown:
+        for row in printed:
             out += _wrapped(row, columns, widths, gap)
         return "\n".join(out)
 

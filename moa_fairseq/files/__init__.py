@@ -49,11 +49,10 @@ def atomic_write(
     Args:
         path: the final name; its folder is created.
         mode: "w" (UTF-8, LF line ends) or "wb".
-        temporary: the neighbour's name, for a file that only one process writes: a file that a killed process
-            left under this name is overwritten. By default the name is new and unique, and the files that
-            killed writers of `path` left are removed.
-        check: called with the temporary name when the whole file is on the disk; it raises if the file is
-            wrong.
+        temporary: the neighbour's name, for a file that only one process writes: what a killed process left
+            there is overwritten. By default the name is unique, and what killed writers of `path` left is
+            removed.
+        check: called with the temporary name of the file on the disk; it raises if the file is wrong.
 
     Raises:
         UserError: if the disk is full, the folder cannot be written, or `path` is not an ordinary file.
@@ -116,9 +115,8 @@ def _open_locked(path: Path, temporary: PathLike | None) -> tuple[int, int, str]
 def _lock(handle: int, path: Path) -> int | None:
     """Lock an open file as long as this process lives.
 
-    Returns:
-        A second handle of the file, which the caller closes in the end. None if `remove_leftovers` of another
-        process has locked the file first; `handle` is then closed.
+    Returns a second handle of the file, which the caller closes in the end; or None, with `handle` closed, if
+    `remove_leftovers` of another process has locked the file first.
     """
     lock = os.dup(handle)  # the lock is held until this second handle is closed as well
     try:
@@ -195,15 +193,12 @@ def remove_leftovers(
 
 
 def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) -> None:
-    """Refuse an output that is one of the inputs, under any name or link.
+    """Raise UserError for an output that is one of the inputs, under any name or link.
 
     Args:
         output: the file that will be written; it need not exist.
         inputs: the files that will be read.
         flag: the flag that names the output.
-
-    Raises:
-        UserError: if the output is one of the inputs.
     """
     for path in inputs:
         if os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path):
@@ -234,8 +229,7 @@ def refuse_existing(output: PathLike, force: bool, flag: str) -> None:
 def refuse_link(path: PathLike) -> None:
     """Refuse to write through a link to a file, or to a file that does not exist yet.
 
-    In a run folder from somebody else such a link could lead to any file of the user's. Links to devices
-    pass.
+    In a foreign run folder such a link could lead to any file of the user's. Links to devices pass.
 
     Raises:
         UserError: if `path` is such a link.
@@ -266,14 +260,14 @@ def refuse_link_out(path: Path, *folders: Path) -> None:
         )
 
 
-def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
+def refuse_irregular(path: PathLike, subject: str = "Checkpoint") -> None:
     """Refuse a path that is not a regular file; a path where nothing exists passes.
 
     Reading a pipe would hang, and a device would fill the memory.
 
     Args:
         path: the file that will be read or written. A link counts as the file to which it leads.
-        what: the beginning of the message, such as "Checkpoint" or a flag.
+        subject: the beginning of the message, such as "Checkpoint" or a flag.
 
     Raises:
         UserError: if `path` is a folder, a pipe, a device, a link to nothing, or a file of the kernel.
@@ -281,7 +275,7 @@ def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
     kind = _irregular_kind(path)
     if kind is not None:
         raise UserError(
-            f"{what} {path} is {kind}. Name an ordinary file, or move this out of the way."
+            f"{subject} {path} is {kind}. Name an ordinary file, or move this out of the way."
         )
 
 
@@ -380,11 +374,7 @@ def user_cache() -> Path:
 def private_folder(folder: Path) -> Path:
     """Make a folder to which nobody else may write, for files that are run later, such as compiled code.
 
-    Args:
-        folder: the folder, which may exist; its parents are made, too.
-
-    Returns:
-        The folder.
+    Returns the folder. It may exist; its parents are made as well.
 
     Raises:
         UserError: if the folder belongs to another user, anybody may write there, or it cannot be made.

@@ -26,13 +26,8 @@ except ImportError:
     conversion_mapping = None
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.integrations.heads import (
-    OUTPUTS,
-    MixtureSettings,
-    balance_loss,
-    collect_routings,
-    install,
-)
+from moa_fairseq.integrations.heads import balance_loss, collect_routings, install
+from moa_fairseq.integrations.mixture_settings import OUTPUTS, MixtureSettings
 from moa_fairseq.layers.routing import Routing
 
 _PREFIX = "MoH"

@@ -108,12 +108,12 @@ class MixtureTransformerModel(PreTrainedModel):
 
     def __init__(self, config: MixtureTransformerConfig):
         super().__init__(config)
-        found = config.encoder_stack is not None, config.decoder_stack is not None
-        if found != self.stacks:
+        stacks = config.encoder_stack is not None, config.decoder_stack is not None
+        if stacks != self.stacks:
             kinds = {kind.stacks: auto for auto, kind in _KINDS.items()}
             remedy = (
-                f"load it with {kinds[found].__name__}"
-                if found in kinds
+                f"load it with {kinds[stacks].__name__}"
+                if stacks in kinds
                 else "give the config a stack"
             )
             raise UserError(f"This config is not that of a {type(self).__name__}: {remedy}.")

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.integrations.heads import FUSED, HeadMixture, MixtureSettings, install
+from moa_fairseq.integrations.heads import HeadMixture, install
+from moa_fairseq.integrations.mixture_settings import FUSED, MixtureSettings
 
 try:
     from timm.models.vision_transformer import Attention

@@ -70,8 +70,7 @@ HINTS = {
         "The machine's memory is full: close other programs or use --set train.flags.num-workers=0."
     ),
 }
-# The errors with which a training ends whose loss, gradients or weights are NaN or infinite: fairseq's own,
-# those of the patches that save weights, and those of the gates.
+# The last error of a training whose loss, gradients or weights are NaN or infinite
 DIVERGED = re.compile(
     r"error: .*(Nan/Inf|Nan or Inf|Minimum loss scale|The (training has|gates have) diverged|"
     r"was not written, because the model holds (NaN|infinity))",

@@ -192,8 +192,8 @@ def settings_for(
         if job == "causal LM" and carried_over["positions"] is None:
             learned = getattr(settings, "decoder_learned_pos", False)
             carried_over["positions"] = "learned" if learned else "sinusoidal"
-    kept = {key: value for key, value in vars(settings).items() if key not in dropped}
-    return argparse.Namespace(**kept | carried_over | values | {"arch": name, "_name": name})
+    common = {key: value for key, value in vars(settings).items() if key not in dropped}
+    return argparse.Namespace(**common | carried_over | values | {"arch": name, "_name": name})
 
 
 def _architecture(family: str, job: str) -> str:

@@ -348,11 +348,11 @@ def public_files() -> dict[str, PublicFile]:
 def datasets() -> dict[str, Dataset]:
     """All data sets of datasets.yaml, by name."""
     table = _table()
-    found = {}
+    by_name = {}
     for kind in KINDS:
         for name, row in table[kind].items():
-            found[name] = _dataset(name, kind, row)
-    return found
+            by_name[name] = _dataset(name, kind, row)
+    return by_name
 
 
 def _dataset(name: str, kind: str, row: dict[str, Any]) -> Dataset:

@@ -254,8 +254,8 @@ class PreparationJob:
             folder = self.root / "binarised"
             if data.kind != CLASSIFICATION and folder.is_dir():
                 counts = count_symbols(folder, self.languages, list(self.parts) or self.subsets)
-            given = dict(recipe) | settings
+            choices = dict(recipe) | settings
             origins = self.store.origins
-            write_json(new, manifest_of(self.root, given, origins, self.texts, data, counts))
+            write_json(new, manifest_of(self.root, choices, origins, self.texts, data, counts))
 
         return Step("manifest", self.root / MANIFEST, write, {"last": last, "of": self.data.name})

@@ -125,10 +125,10 @@ class Store:
                     absent.append(public_files()[name])
             if absent and announced and not self.offline:
                 before_download(announced, root, self.downloads, absent)
-            wanted = [part for part in (*parts, *optional) if part not in texts]
+            missing = [part for part in (*parts, *optional) if part not in texts]
             for name in names:
                 file = self._verified(name)
-                members = [part for part in wanted if part.source == name]
+                members = [part for part in missing if part.source == name]
                 if members[0].archive:
                     texts |= self._unpack(name, file, members)
                 else:

@@ -325,13 +325,13 @@ def hyphens(lines: Iterable[str]) -> str:
 
     "" if there are no compounds, or equally many of both.
     """
-    split = whole = 0
+    split = joined = 0
     for line in lines:
         split += f" {line} ".count(" @-@ ")
-        whole += len(_COMPOUND.findall(line))
-    if split == whole:
+        joined += len(_COMPOUND.findall(line))
+    if split == joined:
         return ""
-    return SPLIT if split > whole else WHOLE
+    return SPLIT if split > joined else WHOLE
 
 
 def find_file(folder: Path | None, name: str) -> Path | None:

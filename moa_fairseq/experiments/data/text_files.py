@@ -206,8 +206,8 @@ def copy_text_files(data: Path, new: Path) -> None:
     manifest = read_manifest(data.parent)
     settings = manifest.get("settings") or {"recipe": BINARISED}
     rules = rules_of(manifest)
-    given = rules.as_json() if rules else {}
-    write_json(new / MANIFEST, {"settings": settings, "rules": given, "outputs": outputs})
+    rules_json = rules.as_json() if rules else {}
+    write_json(new / MANIFEST, {"settings": settings, "rules": rules_json, "outputs": outputs})
 
 
 def run_copy_of(checkpoint: Path) -> Path | None:

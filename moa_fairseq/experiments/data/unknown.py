@@ -90,8 +90,8 @@ def check_unknown(
         UserError: if the share in the training text is above REFUSED.
     """
     shares = {name: counted.share for name, counted in counts.items()}
-    shown = ", ".join(f"{name} {share:.2%}" for name, share in shares.items())
-    log.info(f"<unk> of the symbols: {shown}")
+    listed_shares = ", ".join(f"{name} {share:.2%}" for name, share in shares.items())
+    log.info(f"<unk> of the symbols: {listed_shares}")
     if not learnt:
         return
     for name, share in shares.items():

@@ -118,11 +118,11 @@ class SentenceReader:
                 continue
             sentence: Sentence = {"number": number}
             if self.kind == "translation":
-                shown = self._shown("source", tokens["source"][is_token["source"]])
-                sentence["source"], sentence["source_glue"] = shown
+                spelling = self._shown("source", tokens["source"][is_token["source"]])
+                sentence["source"], sentence["source_glue"] = spelling
                 self._add_texts(sentence, sample)
-            shown = self._shown("target", tokens["target"][is_token["target"]])
-            sentence["target"], sentence["target_glue"] = shown
+            spelling = self._shown("target", tokens["target"][is_token["target"]])
+            sentence["target"], sentence["target_glue"] = spelling
             bits = surprise[row][is_token["target"]]
             sentence["bits"] = [round(value, 2) for value in bits.tolist()]
             if self.kind != "masked":

@@ -173,12 +173,12 @@ def data_differences(
     for key in list(expected):
         if key.rpartition(" of ")[2] in unused:
             del expected[key]
-    known = expected.keys() & actual.keys()
-    deviations = changes(selected(expected, known), selected(actual, known), "data.")
+    common = expected.keys() & actual.keys()
+    deviations = changes(selected(expected, common), selected(actual, common), "data.")
     if claim:
         # The recipe first, then the steps
         unknown = sorted(
-            expected.keys() - known, key=lambda key: (key != "recipe", "steps" not in key, key)
+            expected.keys() - common, key=lambda key: (key != "recipe", "steps" not in key, key)
         )
         for key in unknown:
             deviations[f"data.{key}"] = f"{expected[key]} → cannot be told"

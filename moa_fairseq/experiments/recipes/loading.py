@@ -211,15 +211,15 @@ def find_recipe(path: Path, folder: Path = Path()) -> Path:
         path: the path as the user wrote it.
         folder: the folder to which a relative path is relative.
     """
-    given = folder / path
-    if given.is_file() or path.suffix not in ("", ".yaml"):
-        return given
+    local = folder / path
+    if local.is_file() or path.suffix not in ("", ".yaml"):
+        return local
     configs = shipped("configs")
     if (configs / path).is_file():
         return configs / path
-    recipe_file = shipped_recipes().get(path.stem, given)
+    recipe_file = shipped_recipes().get(path.stem, local)
     is_name = path.parent in (Path(), Path("configs"), Path("configs", recipe_file.parent.name))
-    return recipe_file if is_name or given.parent.resolve() == configs else given
+    return recipe_file if is_name or local.parent.resolve() == configs else local
 
 
 def build(cls: type[T], mapping: Any, source: str, key: str = "") -> T:

@@ -159,8 +159,8 @@ class Plan:
     def _table(self) -> str:
         """A row for each machine."""
         rows = [machine.row() for machine in self.hardware]
-        first, *others = rows[0]
-        columns = [Column(first, first), *(Column(head, head, ">") for head in others)]
+        first, *names = rows[0]
+        columns = [Column(first, first), *(Column(head, head, ">") for head in names)]
         return Table(columns, rows).text(terminal_width())
 
     def _notes(self) -> list[str]:

@@ -180,8 +180,10 @@ def _data(recipe: Recipe) -> Problems:
         )
         yield "model.share_all_embeddings", problem
     if data.tokenize and not dataset.takes_raw:
-        other = dataset.raw or "parallel"
-        problem = f"{data.recipe} has no tokeniser for raw text. Use data.recipe {other}, or leave it out."
+        raw = dataset.raw or "parallel"
+        problem = (
+            f"{data.recipe} has no tokeniser for raw text. Use data.recipe {raw}, or leave it out."
+        )
         yield "data.tokenize", problem
     yield from _pieces(data)
     if data.bpe and data.codes:
@@ -244,8 +246,8 @@ def _average(recipe: Recipe) -> Problems:
         )
         yield "average.epochs", problem
     interval = train.flags.get("save-interval-updates")
-    kept = train.flags.get("keep-interval-updates")
-    if updates and (interval is None or (kept is not None and 0 <= kept < updates)):
+    limit = train.flags.get("keep-interval-updates")
+    if updates and (interval is None or (limit is not None and 0 <= limit < updates)):
         problem = (
             "needs train.flags.save-interval-updates, and keep-interval-updates must not be below "
             f"{updates}."

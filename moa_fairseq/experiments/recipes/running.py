@@ -208,11 +208,11 @@ def _check_shared(run: Run) -> None:
             f"No prepared data in {folder} (all machines must share this folder). Run --stage prepare with "
             "the same --save-dir first."
         )
-    known = (facts.get("source"), facts.get("folder"))
-    if options.data and str(options.data.resolve()) not in known:
+    origin = (facts.get("source"), facts.get("folder"))
+    if options.data and str(options.data.resolve()) not in origin:
         raise UserError(
-            f"{folder} was prepared from {known[0]}, not from --data {options.data}. Give the former, or run "
-            "--stage prepare again."
+            f"{folder} was prepared from {origin[0]}, not from --data {options.data}. Give the former, or "
+            "run --stage prepare again."
         )
 
 

@@ -53,26 +53,26 @@ log = logging.getLogger(__name__)
 def steps(run: Run) -> list[Step]:
     """All steps of a run after its data, in order."""
     recipe = run.recipe
-    made: list[Step] = []
+    run_steps: list[Step] = []
     model_step = None  # the step that makes the evaluated model, unless it is a pretrained one
     if recipe.finetune != "noft":
         model_step = _Training(run).step()
-        made += [_keep_text_files(run), model_step]
+        run_steps += [_keep_text_files(run), model_step]
         if recipe.average:
             model_step = _average(run, recipe.average, model_step)
-            made.append(model_step)
+            run_steps.append(model_step)
     if recipe.kind != TRANSLATION:
         section = recipe.score or Score()
-        made += [_evaluate(run, section, subset, model_step) for subset in recipe.subsets]
+        run_steps += [_evaluate(run, section, subset, model_step) for subset in recipe.subsets]
         if recipe.zero_shot:
-            made.append(_zero_shot(run, recipe.zero_shot, model_step))
+            run_steps.append(_zero_shot(run, recipe.zero_shot, model_step))
     elif recipe.generate:
         search = recipe.generate
         translations = [_generate(run, search, subset, model_step) for subset in recipe.subsets]
-        made += translations
+        run_steps += translations
         if recipe.score:
-            made += [_score(run, recipe.score, step) for step in translations]
-    return made
+            run_steps += [_score(run, recipe.score, step) for step in translations]
+    return run_steps
 
 
 def _keep_text_files(run: Run) -> Step:

@@ -99,16 +99,16 @@ def commit() -> str | None:
     Raises:
         UserError: if git does not answer, or refuses to read the repository.
     """
-    given = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
+    stated = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
     try:
-        found = _commit_of_repository()
+        revision = _commit_of_repository()
     except UserError:
-        if given is None:
+        if stated is None:
             raise
-        return given
-    if found is None or DIRTY in found:
-        return given or found
-    return found
+        return stated
+    if revision is None or DIRTY in revision:
+        return stated or revision
+    return revision
 
 
 def _commit_of_repository() -> str | None:

@@ -158,13 +158,13 @@ def _belongs_elsewhere(
     run: Run, runs: list[Run], recorded: Mapping[tuple[str, int], Record], workspace: Workspace
 ) -> bool:
     """Whether a run's block cannot be continued here. Raise UserError if another commit trained a run."""
-    known = []
+    recorded_runs = []
     records = {}
     for other in runs:
         if record := recorded.get((other.system, other.seed)):
-            known.append(other)
+            recorded_runs.append(other)
             records[other.name] = record.content
-    trained = _trained_runs([*known, run], records, workspace)
+    trained = _trained_runs([*recorded_runs, run], records, workspace)
     return run.block in blocks_made_elsewhere(trained, {run.block}, workspace)
 
 
