@@ -23,24 +23,25 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
         "pip install --upgrade 'transformers>=4.57'."
     )
 # The name of a cache in transformers: `cache` from 5.24, `past_key_values` before
-_FIELDS = {field.name for field in dataclasses.fields(Seq2SeqLMOutput)}
-CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
+CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
+
+
+def _output(name: str, *fields: str) -> Any:
+    """A class of outputs, whose fields are None by default."""
+    return dataclasses.make_dataclass(
+        name,
+        [(field, Any, None) for field in fields],
+        bases=(ModelOutput,),
+        namespace={"__module__": __name__},
+    )
+
+
 # The output of a model. The outputs of transformers have up to ten fields, and each pass compares each field
 # with all others, which takes time.
-MixtureOutput = dataclasses.make_dataclass(
-    "MixtureOutput",
-    [(name, Any, None) for name in ("loss", "logits", CACHE, "encoder_last_hidden_state")],
-    bases=(ModelOutput,),
-    namespace={"__module__": __name__},
-)
+MixtureOutput = _output("MixtureOutput", "loss", "logits", CACHE, "encoder_last_hidden_state")
 # The output of the encoder in `generate`. It has the padding, because transformers 5 passes no mask to the
 # decoder if the user gave none.
-MemoryOutput = dataclasses.make_dataclass(
-    "MemoryOutput",
-    [(name, Any, None) for name in ("last_hidden_state", "padding")],
-    bases=(ModelOutput,),
-    namespace={"__module__": __name__},
-)
+MemoryOutput = _output("MemoryOutput", "last_hidden_state", "padding")
 
 
 class GenerationCache:
@@ -58,7 +59,8 @@ class GenerationCache:
     def __init__(self, layers: list[LayerCache]):
         self.layers = layers
         self.caches: list[KVCache] = [cache for layer in layers for cache in layer.all]
-        # The hypotheses of a beam search whose sentence is not finished, ascending; None: all hypotheses
+        # The hypotheses of a beam search that have a row in the cache, because their sentence is not
+        # finished: their indices, ascending; None: all hypotheses
         self.rows: Tensor | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -76,30 +78,35 @@ class GenerationCache:
             beam_idx: [B] int64, for all hypotheses; each index is in the same sentence as its row.
         """
         if self.rows is not None:
-            beam_idx = torch.searchsorted(self.rows, beam_idx[self.rows])
+            beam_idx = torch.searchsorted(
+                self.rows, beam_idx[self.rows]
+            )  # in the rows of the cache
         for cache in self.caches:
             cache.reorder(beam_idx)
 
-    def keep(self, rows: Tensor) -> None:
-        """Drop the hypotheses of finished sentences.
+    def keep(self, is_running: Tensor) -> None:
+        """Drop the hypotheses of finished sentences, if others stay.
 
         Args:
-            rows: the indices of the hypotheses that stay, [B'] int64, ascending.
+            is_running: which hypotheses stay, [sentences, beam] bool, none of those that were dropped before.
         """
-        order = rows if self.rows is None else torch.searchsorted(self.rows, rows)
-        for cache in self.caches:
-            cache.reorder(order)
-        self.rows = rows
+        rows = is_running.flatten().nonzero().flatten()
+        num_cached = is_running.numel() if self.rows is None else len(self.rows)
+        if 0 < len(rows) < num_cached:
+            order = rows if self.rows is None else torch.searchsorted(self.rows, rows)
+            for cache in self.caches:
+                cache.reorder(order)
+            self.rows = rows
 
 
 # The cache of the beam search that runs in this context
 _SEARCHED: ContextVar[GenerationCache | None] = ContextVar("_SEARCHED", default=None)
 
 
-def _symbols(ids: Any, vocabulary: int) -> list[int]:
+def _known_ids(ids: Any, vocabulary: int) -> list[int]:
     """A list of the ids (one id, several or None) that are in the vocabulary."""
-    symbols = torch.as_tensor([] if ids is None else ids).flatten().tolist()
-    return [symbol for symbol in symbols if 0 <= symbol < vocabulary]
+    every = torch.as_tensor([] if ids is None else ids).flatten().tolist()
+    return [number for number in every if 0 <= number < vocabulary]
 
 
 class FairseqRules:
@@ -118,8 +125,8 @@ class FairseqRules:
     """
 
     def __init__(self, generation_config: Any, vocabulary: int, forces_end: bool):
-        self.suppressed = _symbols(generation_config.suppress_tokens, vocabulary)
-        self.ends = _symbols(generation_config.eos_token_id, vocabulary)
+        self.suppressed = _known_ids(generation_config.suppress_tokens, vocabulary)
+        self.ends = _known_ids(generation_config.eos_token_id, vocabulary)
         self.min_length: int = generation_config.min_length or 0
         self.last_length: int | None = None
         if forces_end and len(self.ends) == 1 and generation_config.max_length:
@@ -142,36 +149,35 @@ class FairseqRules:
         """
         length = input_ids.size(1)
         if length == self.last_length:
-            return scores.masked_fill(~self._mask("end", self.ends, scores), -torch.inf)
-        if length < self.min_length:
-            ids = self.suppressed + self.ends
-            return scores.masked_fill(self._mask("early", ids, scores), -torch.inf)
-        if not self.suppressed:
+            forbidden = ~self._mask("end", self.ends, scores)
+        elif length < self.min_length:
+            forbidden = self._mask("early", self.suppressed + self.ends, scores)
+        elif self.suppressed:
+            forbidden = self._mask("suppressed", self.suppressed, scores)
+        else:
             return scores
-        return scores.masked_fill(self._mask("suppressed", self.suppressed, scores), -torch.inf)
+        return scores.masked_fill(forbidden, -torch.inf)
 
 
 class Processors(LogitsProcessorList):
     """A list of processors that does not inspect the signature of each processor in each step.
 
     FairseqRules come first, because a later processor for sampling might otherwise leave only symbols that
-    they forbid. At the maximum length the other processors may change the score of the end, but cannot forbid
-    it, because no other symbol is left.
+    they forbid. At the maximum length no other processor can forbid the end, the only symbol that is left.
     """
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         """Apply the processors to the scores [B, V], one after the other."""
         if kwargs:
-            changed: Tensor = super().__call__(input_ids, scores, **kwargs)
-            return changed
+            processed: Tensor = super().__call__(input_ids, scores, **kwargs)
+            return processed
         rules = self[0]
-        if input_ids.size(1) == rules.last_length:
-            for processor in self:
-                changed = processor(input_ids, scores)
-                scores = torch.where(changed[:, rules.ends].isfinite(), changed, scores)
-            return scores
+        is_last = input_ids.size(1) == rules.last_length
         for processor in self:
-            scores = processor(input_ids, scores)
+            changed = processor(input_ids, scores)
+            if is_last:  # the score of the end may change, but no processor can forbid it
+                changed = torch.where(changed[:, rules.ends].isfinite(), changed, scores)
+            scores = changed
         return scores
 
 
@@ -193,7 +199,7 @@ class MixtureGenerationMixin(GenerationMixin):
         memory: Tensor | None = None,
         memory_padding: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """The decoder's logits [B, T, V], which are 0 for hypotheses that the cache dropped, and routings.
+        """The decoder's logits [B, T, V] and routings.
 
         Args:
             ids: [B, T].
@@ -206,15 +212,21 @@ class MixtureGenerationMixin(GenerationMixin):
         Raises:
             UserError: for the cache of another beam search, which has dropped hypotheses.
         """
+        if cache is not None and cache.rows is not None:
+            return self._decode_running(ids, mask, cache, cache.rows)
         model = self.model
-        if cache is None or cache.rows is None:
-            padding = self._padding(ids, mask, model.decoder)
-            return model.decode(ids, padding, memory, memory_padding, cache and cache.layers)
+        padding = self._padding(ids, mask, model.decoder)
+        return model.decode(ids, padding, memory, memory_padding, cache and cache.layers)
+
+    def _decode_running(
+        self, ids: Tensor, mask: Tensor | None, cache: GenerationCache, rows: Tensor
+    ) -> tuple[Tensor, Any]:
+        """`_decode` for the hypotheses `rows`, which the cache has; the logits of the others are 0."""
         if cache is not _SEARCHED.get():
             raise UserError(
                 "This cache is left over from a beam search, and lacks hypotheses: use a new one."
             )
-        rows = cache.rows
+        model = self.model
         running = ids[rows]
         padding = self._padding(running, None if mask is None else mask[rows], model.decoder)
         logits, routings = model.decode(running, padding, caches=cache.layers)
@@ -222,6 +234,7 @@ class MixtureGenerationMixin(GenerationMixin):
         return all_logits.index_copy_(0, rows, logits), routings
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search, with the cache where `_check_early_stop_heuristic` finds it."""
         token = _SEARCHED.set(cache_of(kwargs))
         try:
             return super()._beam_search(*args, **kwargs)
@@ -229,27 +242,32 @@ class MixtureGenerationMixin(GenerationMixin):
             _SEARCHED.reset(token)
 
     def _check_early_stop_heuristic(self, **state: Any) -> Tensor:
-        """Remove finished sentences from the cache; transformers calls this at the end of each step."""
-        is_running: Tensor = super()._check_early_stop_heuristic(**state)
+        """Remove finished sentences from the cache; transformers calls this at the end of each step.
+
+        Args:
+            state: that of the search, with is_sent_finished [sentences, beam] and early_stopping.
+
+        Returns:
+            Which sentences can still improve, [sentences, 1] bool, as transformers computes it.
+        """
+        can_improve: Tensor = super()._check_early_stop_heuristic(**state)
         cache = _SEARCHED.get()
         if cache is not None:
-            has_ended = state["is_sent_finished"]  # [sentences, beam]
-            is_open = is_running.expand_as(has_ended)
+            has_ended = state["is_sent_finished"]
+            is_running = can_improve.expand_as(has_ended)
             if state["early_stopping"] is True:
-                is_open = is_open & ~has_ended.all(1, keepdim=True)
-            rows = is_open.flatten().nonzero().flatten()
-            rows_before = has_ended.numel() if cache.rows is None else len(cache.rows)
-            if 0 < len(rows) < rows_before:
-                cache.keep(rows)
-        return is_running
+                is_running = is_running & ~has_ended.all(1, keepdim=True)
+            cache.keep(is_running)
+        return can_improve
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, *args: Any
     ) -> None:
-        name = generation_config.cache_implementation
-        if name is not None:
+        """Add an empty cache to model_kwargs, if the user wants one and has given none."""
+        kind = generation_config.cache_implementation
+        if kind is not None:
             raise UserError(
-                f"cache_implementation={name!r}: these models have a cache of their own only."
+                f"cache_implementation={kind!r}: these models have a cache of their own only."
             )
         if generation_config.prefill_chunk_size is not None:
             raise UserError("prefill_chunk_size: these models read a prompt in one pass.")
@@ -273,7 +291,9 @@ class MixtureGenerationMixin(GenerationMixin):
     def _get_logits_processor(
         self, generation_config: Any, *args: Any, **kwargs: Any
     ) -> LogitsProcessorList:
+        """FairseqRules, then the processors of transformers without those that the rules replace."""
         rest = copy.copy(generation_config)
+        # `generate` has added min_new_tokens to the length of the prompt: this sum is min_length
         rest.min_length = rest.min_new_tokens = rest.suppress_tokens = None
         rules = FairseqRules(
             generation_config, self.config.vocab_size, forces_end=self.config.is_encoder_decoder
@@ -281,6 +301,7 @@ class MixtureGenerationMixin(GenerationMixin):
         return Processors([rules, *super()._get_logits_processor(rest, *args, **kwargs)])
 
     def _reorder_cache(self, cache: GenerationCache, beam_idx: Tensor) -> GenerationCache:
+        """Follow the hypotheses of a beam, and return the cache."""
         cache.reorder_cache(beam_idx)
         return cache
 

@@ -64,30 +64,38 @@ class MixtureTokenizer(PreTrainedTokenizer):
         **options: Any,
     ):
         check_choice("segmentation", segmentation, SEGMENTATIONS)
-        self._files = [vocab_file, merges_file, source_spm, target_spm, gpt2_encoder, gpt2_merges]
+        self._files = {
+            "vocab_file": vocab_file,
+            "merges_file": merges_file,
+            "source_spm": source_spm,
+            "target_spm": target_spm,
+            "gpt2_encoder": gpt2_encoder,
+            "gpt2_merges": gpt2_merges,
+        }
         with open(vocab_file, encoding="utf-8") as stream:
             symbols = json.load(stream)
-        self._symbols = {"target": symbols["source"]} | symbols
+        self._symbols = {"target": symbols["source"]} | symbols  # the same if there is no target
         self._ids: dict[str, dict[str, int]] = {}
         for side, names in self._symbols.items():
             # As in fairseq, a symbol that is listed twice has its last id
             self._ids[side] = dict(zip(names, range(len(names))))
         self._side = "source"
-        self._codec = _codec(segmentation, self._files[1:], steps, target_language)
+        self._codec = _codec(segmentation, self._files, steps, target_language)
         self.prefix, self.suffix = list(prefix), list(suffix)
-        settings = {
-            "segmentation": segmentation,
-            "steps": list(steps),
-            "target_language": target_language,
-        }
-        settings |= {"prefix": self.prefix, "suffix": self.suffix}
-        marks = {
+        special_tokens = {
             "bos_token": "<s>",
             "pad_token": "<pad>",
             "eos_token": "</s>",
             "unk_token": "<unk>",
         }
-        super().__init__(**{**marks, **options}, **settings)
+        super().__init__(
+            segmentation=segmentation,
+            steps=list(steps),
+            target_language=target_language,
+            prefix=self.prefix,
+            suffix=self.suffix,
+            **(special_tokens | options),
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -96,7 +104,7 @@ class MixtureTokenizer(PreTrainedTokenizer):
 
     def get_vocab(self) -> dict[str, int]:
         """Symbol → id, for the language that is encoded now."""
-        return {**self._ids[self._side], **self.added_tokens_encoder}
+        return self._ids[self._side] | self.added_tokens_encoder
 
     def _switch_to_input_mode(self) -> None:
         self._side = "source"
@@ -111,13 +119,16 @@ class MixtureTokenizer(PreTrainedTokenizer):
             text: one line.
             kwargs: not used.
         """
-        is_target = self._side == "target" and hasattr(self._codec, "encode_target")
-        return (self._codec.encode_target if is_target else self._codec.encode)(text).split()
+        encode = self._codec.encode
+        if self._side == "target" and hasattr(self._codec, "encode_target"):
+            encode = self._codec.encode_target
+        return encode(text).split()
 
     def _convert_token_to_id_with_added_voc(self, token: str) -> int:
         ids = self._ids[self._side]
         return ids.get(token, ids["<unk>"])
 
+    # Both methods of transformers, because its added tokens have the ids of one side
     _convert_token_to_id = _convert_token_to_id_with_added_voc
 
     def _convert_id_to_token(self, index: int) -> str:
@@ -136,15 +147,14 @@ class MixtureTokenizer(PreTrainedTokenizer):
             raise UserError(
                 "These models read one text, and a pair was given: give the second as text_target."
             )
-        around = ([], ["</s>"]) if self._side == "target" else (self.prefix, self.suffix)
-        before, after = (
-            [self._ids[self._side][symbol] for symbol in symbols] for symbols in around
-        )
-        return [*before, *token_ids_0, *after]
+        is_target = self._side == "target"
+        before, after = ([], ["</s>"]) if is_target else (self.prefix, self.suffix)
+        id_of = self._ids[self._side].__getitem__
+        return [*map(id_of, before), *token_ids_0, *map(id_of, after)]
 
     def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
-        symbols = [self._symbols["target"][number] for number in map(int, ids)]
+        symbols = [self._symbols["target"][int(number)] for number in ids]
         if skip_special_tokens:
             left_out = {self.bos_token, self.pad_token, self.eos_token}
             symbols = [symbol for symbol in symbols if symbol not in left_out]
@@ -160,11 +170,12 @@ class MixtureTokenizer(PreTrainedTokenizer):
             filename_prefix: a prefix of their names, or None.
         """
         written = []
-        for name, path in zip(self.vocab_files_names.values(), self._files):
+        for argument, path in self._files.items():
             if path is not None:
-                new = Path(save_directory, name)
+                name = self.vocab_files_names[argument]
                 if filename_prefix:
-                    new = new.with_name(f"{filename_prefix}-{name}")
+                    name = f"{filename_prefix}-{name}"
+                new = Path(save_directory, name)
                 if not (new.exists() and os.path.samefile(new, path)):
                     shutil.copyfile(path, new)
                 written.append(str(new))
@@ -172,36 +183,28 @@ class MixtureTokenizer(PreTrainedTokenizer):
 
 
 def _codec(
-    segmentation: str, files: Sequence[Any], steps: Sequence[Any], target_language: str | None
+    segmentation: str, files: dict[str, Any], steps: Sequence[Any], target_language: str | None
 ) -> Any:
     """The codec of raw text and symbols. Its libraries are imported here, as a model works without them."""
-    from moa_fairseq.text.codecs import (
-        ByteCodec,
-        Gpt2Codec,
-        MergeCodec,
-        PieceCodec,
-        TranslationCodec,
-        WordCodec,
-    )
+    from moa_fairseq.text import codecs
 
-    merges, source_spm, target_spm, *gpt2 = files
-    pair: tuple[Any, Any]
+    source: Any
+    target: Any
     if segmentation == "gpt2":
-        return Gpt2Codec(*gpt2)
+        return codecs.Gpt2Codec(files["gpt2_encoder"], files["gpt2_merges"])
     if segmentation == "merges":
         from subword_nmt.apply_bpe import BPE
 
-        with open(str(merges), encoding="utf-8") as stream:
-            pair = (MergeCodec(BPE(stream)),) * 2
+        with open(str(files["merges_file"]), encoding="utf-8") as stream:
+            source = target = codecs.MergeCodec(BPE(stream))
     elif segmentation == "pieces":
         from sentencepiece import SentencePieceProcessor
 
-        source = PieceCodec(SentencePieceProcessor(model_file=source_spm))
-        pair = (source, source)
-        if target_spm is not None:
-            pair = (source, PieceCodec(SentencePieceProcessor(model_file=target_spm)))
+        source = target = codecs.PieceCodec(SentencePieceProcessor(model_file=files["source_spm"]))
+        if files["target_spm"] is not None:
+            target = codecs.PieceCodec(SentencePieceProcessor(model_file=files["target_spm"]))
     else:
-        pair = (ByteCodec() if segmentation == "bytes" else WordCodec(),) * 2
+        source = target = codecs.ByteCodec() if segmentation == "bytes" else codecs.WordCodec()
     if target_language is None:
-        return pair[0]
-    return TranslationCodec(tuple(steps), pair, target_language)
+        return source
+    return codecs.TranslationCodec(tuple(steps), (source, target), target_language)

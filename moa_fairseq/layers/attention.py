@@ -51,17 +51,22 @@ class Attention(nn.Module, abc.ABC):
         UserError: for impossible settings.
     """
 
-    family: ClassVar[str | None] = None  # the family of its routings, for `losses_for`
+    # The family of its routings, for `losses_for`
+    family: ClassVar[str | None] = None
+    # The keywords of the call that not every attention reads
+    reads: frozenset[str] = frozenset()
+    # The keywords of constructors that only subclasses pass
+    inner_keywords = frozenset({"key_heads", "own_heads", "groups", "common"})
+    # The names of the layers that project the inputs of keys and of values
+    memory_projections = ("k_proj", "v_proj")
+    # Whether tokens select heads; a norm over all heads is then impossible
+    routes_heads = False
     # Whether `compute` needs to know which expert made each key, cached keys included
     keys_by_expert = False
-    reads: frozenset[str] = frozenset()  # keywords of the call that not every attention reads
-    # Keywords of constructors that only subclasses pass
-    inner_keywords = frozenset({"key_heads", "own_heads", "groups", "common"})
-    memory_projections = ("k_proj", "v_proj")  # what reads the inputs of keys and of values
+    # Whether every cached number belongs to one position, so that positions can be removed
     can_trim_cache = True
     # Whether the result of a position depends on later positions that no mask can hide
     is_non_causal = False
-    routes_heads = False  # whether tokens select heads; a norm over all heads is then impossible
 
     def __init__(
         self,
@@ -95,9 +100,11 @@ class Attention(nn.Module, abc.ABC):
         self.head_gate: HeadGate | None = None
         if head_gate != "none":
             self.head_gate = HeadGate(embed_dim, own_heads or num_heads, head_dim, head_gate)
-        sizes = (num_heads, self.key_heads, head_dim)
-        self.positions = positions_of(positions, common, embed_dim, sizes[1:], self_attention)
-        self.query_key_norm = query_key_norm_of(common, sizes, self.routes_heads, self.positions)
+        of_keys = (self.key_heads, head_dim)
+        self.positions = positions_of(positions, common, embed_dim, of_keys, self_attention)
+        self.query_key_norm = query_key_norm_of(
+            common, (num_heads, *of_keys), self.routes_heads, self.positions
+        )
         self.window = common.window
         if self.window is not None and (not self_attention or self.window < 1):
             raise UserError(
@@ -144,10 +151,9 @@ class Attention(nn.Module, abc.ABC):
     def keywords(cls) -> set[str]:
         """The keywords of the constructor that are not settings."""
         names: set[str] = set()
-        for base in cls.__mro__[: cls.__mro__.index(Attention) + 1]:
-            for name, parameter in inspect.signature(base).parameters.items():
-                if parameter.kind is parameter.KEYWORD_ONLY:
-                    names.add(name)
+        for base in cls.__mro__:
+            if issubclass(base, Attention):
+                names.update(inspect.getfullargspec(base).kwonlyargs)
         return names - cls.inner_keywords
 
     @abc.abstractmethod
@@ -180,6 +186,7 @@ class Attention(nn.Module, abc.ABC):
     @property
     def dropout_now(self) -> float:
         """The probability with which an attention weight is dropped now, in training or evaluation."""
+        # Only fairseq's module has this attribute; `getattr` is slow if there is none
         drops = self.training or vars(self.dropout_module).get("apply_during_inference", False)
         return float(getattr(self.dropout_module, "p", 0.0)) if drops else 0.0
 
@@ -239,7 +246,8 @@ class Attention(nn.Module, abc.ABC):
             ValueError, TypeError: for inputs that do not fit, or that this attention would ignore.
         """
         call = Inputs(x, memory, padding, mask, causal, cache, query_padding, inputs).call(self)
-        out, _, routings = self.compute(call) if self.output_scale == 1.0 else self.scaled(call)
+        compute = self.compute if self.output_scale == 1.0 else self.scaled  # saves a Python call
+        out, _, routings = compute(call)
         return (out, routings) if with_routing else out
 
     def with_weights(
@@ -254,7 +262,17 @@ class Attention(nn.Module, abc.ABC):
             The output [B, T, C]; the weights [B, H, T, S] of H active heads, slot by slot if tokens select
             heads, before dropout, in float32 (float64 if x is).
         """
-        call = Inputs.of(x, memory, dict(inputs)).call(self)
+        more: dict[str, Any] = dict(inputs)
+        call = Inputs(
+            x,
+            memory,
+            padding=more.pop("padding", None),
+            mask=more.pop("mask", None),
+            causal=more.pop("causal", False),
+            cache=more.pop("cache", None),
+            query_padding=more.pop("query_padding", None),
+            more=more,
+        ).call(self)
         call.need_weights = True
         out, weights, _ = self.scaled(call)
         assert weights is not None
@@ -273,8 +291,9 @@ class Attention(nn.Module, abc.ABC):
             needed = None if self.window is None else self.window - 1
             return KVCache(self._instance, self.can_trim_cache, needed)
         if not (batch and max_length and min(batch, max_length) > 0):
-            sizes = f"batch={batch}, max_length={max_length}"
-            raise UserError(f"{sizes}: give two positive numbers, or none.")
+            raise UserError(
+                f"batch={batch}, max_length={max_length}: give two positive numbers, or none."
+            )
         if self.can_trim_cache and not self.keys_by_expert:
             return StaticCache(self._instance, batch, max_length)
         content = "the heads that tokens chose" if self.keys_by_expert else "a sum over positions"
@@ -292,7 +311,8 @@ class Attention(nn.Module, abc.ABC):
             call: the pass, of which the masks, the cache and need_weights are read.
             q: queries, [B, H, T, D].
             k, v: keys and values, [B, G, S, D], where G divides H; None: the cache has them.
-            masks: the masks that `place` returned with q, k and v; None: `place` has not been called yet.
+            masks: the masks that `place` returned with q, k and v; None: `attend` calls `place` itself, and
+                adds the bias of the positions.
 
         Returns:
             The results of the heads [B, H, T, D]; the weights [B, H, T, S] if the call needs them, else None.
@@ -303,7 +323,7 @@ class Attention(nn.Module, abc.ABC):
             changes = self.positions is not None or self.query_key_norm is not None
             if changes or call.cache is not None or self.window is not None:
                 q, k, v, masks, bias = self.place(call, q, k, v)
-        assert k is not None and v is not None  # they were projected, or the cache has them
+        assert k is not None and v is not None
         if call.need_weights:
             return attend_with_weights(q, k, v, masks, self.dropout_now, bias)
         return attend(q, k, v, masks, self.dropout_now, bias), None
@@ -328,39 +348,43 @@ class Attention(nn.Module, abc.ABC):
             Queries [B, H, T, D]; keys and values [B, G, S, D] with those of the cache; the masks of these S
             keys; and the bias that positions add to the scaled scores, [B or 1, H or 1, T, S], or None.
         """
-        bias = None
         cache = call.cache
-        length = dropped = first_query = 0
-        if cache is not None and k is not None:
+        masks = call.masks
+        norm = self.query_key_norm
+        if k is None or v is None:  # cross-attention, which has no positions and no window
+            assert cache is not None and cache.keys is not None and cache.values is not None
+            if norm is not None:
+                q, _ = norm(q, None)
+            if masks.padding is None and cache.padding is not None:
+                masks = masks._replace(padding=cache.padding)
+            return q, cache.keys, cache.values, masks, None
+        # The number of earlier positions, and how many of them the window has dropped
+        length = dropped = 0
+        if cache is not None:
             if cache.needed is not None:
                 cache.slide()
             length = cache.length
             dropped = cache.dropped
-        if k is not None:
-            # An int; with a static cache a new tensor
-            first_query = length + (k.size(2) - q.size(2))
-        norm = self.query_key_norm
+        # Keys of a carried context come before those of the queries. With a static cache the length is a
+        # tensor, which `extend` changes in place; the sum is a new one.
+        first_query = length + (k.size(2) - q.size(2))
         if norm is not None and not norm.after_rotation:
             q, k = norm(q, k)
-        if self.positions is not None and k is not None:
-            static = None if cache is None else cache.max_length
-            keys = length + k.size(2) - dropped if static is None else static
-            bias = self.positions.bias(q, keys, first_query - dropped)
+        bias = None
+        if self.positions is not None:
+            size = None if cache is None else cache.max_length
+            num_keys = length + k.size(2) - dropped if size is None else size
+            bias = self.positions.bias(q, num_keys, first_query - dropped)
             q, k = self.positions.rotate(q, k, first_query)
         if norm is not None and norm.after_rotation:
             q, k = norm(q, k)
-        masks = call.masks
         if cache is not None:
-            if k is not None and v is not None:
-                cache.extend(k, v, key_experts)
-                padding = cache.extend_padding(masks.padding)
-            else:
-                padding = cache.padding if masks.padding is None else masks.padding
-            if padding is not masks.padding:
-                masks = masks._replace(padding=padding)
+            cache.extend(k, v, key_experts)
+            if masks.padding is not None or cache.padding is not None:
+                masks = masks._replace(padding=cache.extend_padding(masks.padding))
+            assert cache.keys is not None and cache.values is not None
             k = cache.keys
             v = cache.values
-        assert k is not None and v is not None
         if self.window is not None:
             masks = in_window(masks, q, k, self.window, first_query - dropped)
         return q, k, v, masks, bias

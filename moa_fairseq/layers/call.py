@@ -1,5 +1,6 @@
 """The inputs of one call of an attention, their checks, and the pass that a family computes."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 _NON_CAUSAL = "this attention's gate sees the whole sequence: build it with causal=True"
 # Keywords of torch's and fairseq's attention, and their names here
-_ELSEWHERE = {
+_NAMES_ELSEWHERE = {
     "key": "memory",
     "value": "memory",
     "key_padding_mask": "padding, True = padding",
@@ -43,7 +44,7 @@ class Call:
     values: Tensor | None
     masks: Masks
     query_padding: Tensor | None = None  # [B, T] bool
-    same_tokens: bool = False  # whether keys are computed from the tokens of the queries alone
+    keys_from_x: bool = False  # whether keys are computed from the tokens of the queries alone
     cache: KVCache | None = None
     need_weights: bool = False
     token_ids: Tensor | None = None  # the ids of the queries' tokens, [B, T] int64
@@ -83,25 +84,6 @@ class Inputs:
     query_padding: Tensor | None
     more: dict[str, Any]
 
-    @classmethod
-    def of(cls, x: Tensor, memory: Tensor | None, given: dict[str, Any]) -> "Inputs":
-        """Make the inputs from a dictionary of keywords.
-
-        Args:
-            x, memory: those of the call.
-            given: the keywords of the call; those that every attention reads are removed from it.
-        """
-        return cls(
-            x,
-            memory,
-            padding=given.pop("padding", None),
-            mask=given.pop("mask", None),
-            causal=given.pop("causal", False),
-            cache=given.pop("cache", None),
-            query_padding=given.pop("query_padding", None),
-            more=given,
-        )
-
     def call(self, attention: "Attention") -> Call:
         """Check the inputs, and make the pass, with zeros at padding, where the inputs may be NaN.
 
@@ -120,36 +102,39 @@ class Inputs:
             raise ValueError(
                 "this attention was built with self_attention=True and takes no memory: leave memory out"
             )
-        keys_from_x = memory is None and not (cache is not None and cache.holds_memory)
+        keys_from_x = memory is None and (cache is None or not cache.holds_memory)
         if self.more or attention.is_non_causal or attention.window is not None:
             self._check_options(attention)
         self._check_tensors(attention, keys_from_x)
-        if cache is not None and self._check_cache(attention, cache):
-            memory = None
-        query_padding = self.query_padding
-        hides_future = self.causal and not (
-            keys_from_x and x.size(1) == 1
-        )  # 1: the latest position
+        if cache is not None:
+            self._check_cache(attention, cache, keys_from_x)
+            if memory is not None:
+                memory = _unless_cached(memory, cache)
+        # With a single query all keys that are computed from x are its own or earlier
+        hides_future = self.causal and not (keys_from_x and x.size(1) == 1)
+        is_static = isinstance(cache, StaticCache)  # then keys that are not written yet are hidden
         masks = NO_MASKS
-        if (
-            self.mask is not None
-            or self.padding is not None
-            or hides_future
-            or isinstance(cache, StaticCache)
-        ):
+        if hides_future or is_static or self.mask is not None or self.padding is not None:
             masks = self._masks(memory, keys_from_x, hides_future)
+        query_padding = self.query_padding
         if keys_from_x and masks.padding is not None:
-            if isinstance(cache, StaticCache):
-                query_padding = cache.padding_of_call(masks.padding, x.size(1))
-            else:
-                query_padding = masks.padding[:, masks.padding.size(1) - x.size(1) :]
-        if query_padding is not None:
+            query_padding = self._padding_of_x(masks.padding)
+        if query_padding is not None:  # saves a Python call
             x = without_padding(x, query_padding)
         if keys_from_x:
             memory = x
         elif memory is not None:
             memory = without_padding(memory, self.padding)
-        return Call(x, memory, memory, masks, query_padding, keys_from_x, cache, **self.more)
+        return Call(
+            x,
+            memory=memory,
+            values=memory,
+            masks=masks,
+            query_padding=query_padding,
+            keys_from_x=keys_from_x,
+            cache=cache,
+            **self.more,
+        )
 
     def _check_options(self, attention: "Attention") -> None:
         for name in self.more:
@@ -169,41 +154,23 @@ class Inputs:
             raise ValueError("this attention was built with a window: give causal=True")
 
     def _check_tensors(self, attention: "Attention", keys_from_x: bool) -> None:
-        """Check widths, dtypes and batches of x and memory, and the padding of x in cross-attention."""
+        """Check x, memory and query_padding."""
         x = self.x
         memory = self.memory
         width = attention.embed_dim
         if x.dim() != 3 or x.size(2) != width:
             raise ValueError(f"x is {list(x.shape)}, not [B, T, C] with C = {width}")
-        keys, values = attention.memory_projections
-        k_proj = getattr(attention, keys, None)
+        k_proj = getattr(attention, attention.memory_projections[0], None)
         weight = getattr(k_proj, "weight", None)  # in a quantised layer it is a method
         dtype = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
         if x.dtype != dtype:
             _check_dtype("x", x, dtype)
-        source = x if keys_from_x else memory
-        if source is not None:
-            # Linear has `in_features`, ExpertLinear `d_in`; other layers take any width. Not a function, to
-            # save Python calls
-            v_proj = getattr(attention, values, None)
-            default = source.size(-1)
-            kdim = getattr(k_proj, "in_features", None) or getattr(k_proj, "d_in", default)
-            vdim = getattr(v_proj, "in_features", None) or getattr(v_proj, "d_in", default)
-            if kdim != vdim:
-                raise ValueError(
-                    f"keys (width {kdim}) and values (width {vdim}) need two inputs, but this call gives one "
-                    "memory: build the layer with equal kdim and vdim"
-                )
-            if keys_from_x and kdim != width:
-                raise ValueError(
-                    "this attention was built with kdim or vdim for a memory: give memory as well"
-                )
+        if keys_from_x and _memory_width(attention, k_proj, x) != width:
+            raise ValueError(
+                "this attention was built with kdim or vdim for a memory: give memory as well"
+            )
         if memory is not None:
-            rows = x.size(0) if self.cache is None else x.size(0) // self.cache.beam_size
-            if memory.dim() != 3 or memory.size(0) != rows or memory.size(2) != kdim:
-                raise ValueError(
-                    f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {rows} and kdim = {kdim}"
-                )
+            self._check_memory(memory, _memory_width(attention, k_proj, memory))
             if memory.dtype != dtype:
                 _check_dtype("memory", memory, dtype)
         if self.query_padding is not None:
@@ -213,10 +180,18 @@ class Inputs:
                 )
             _check_mask("query_padding", self.query_padding, [x.shape[:2]])
 
-    def _check_cache(self, attention: "Attention", cache: KVCache) -> bool:
-        """Check the cache, or record a new memory in it. Returns whether it has the keys of the memory."""
+    def _check_memory(self, memory: Tensor, kdim: int) -> None:
+        rows = self.x.size(0)
+        if self.cache is not None:
+            rows //= self.cache.beam_size
+        if memory.dim() != 3 or memory.size(0) != rows or memory.size(2) != kdim:
+            raise ValueError(
+                f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {rows} and kdim = {kdim}"
+            )
+
+    def _check_cache(self, attention: "Attention", cache: KVCache, keys_from_x: bool) -> None:
+        """Refuse a cache of another attention or batch, and queries that would see later keys."""
         x = self.x
-        memory = self.memory
         if cache.owner != attention._instance:
             raise ValueError(
                 "cache was made by another attention: give each layer its own cache (new_cache())"
@@ -228,25 +203,11 @@ class Inputs:
                 f"cache holds {cache.rows} sequences, but x is {list(x.shape)}: reorder the cache, or make a "
                 "new one"
             )
-        if memory is None:
-            if not (self.causal or cache.holds_memory or self.mask is not None or x.size(1) < 2):
-                raise ValueError(
-                    "x has several positions, and during generation earlier positions must not see later "
-                    "ones: give causal=True or a mask"
-                )
-            return False
-        if cache.max_length is not None:
+        if keys_from_x and not self.causal and self.mask is None and x.size(1) > 1:
             raise ValueError(
-                "the keys of a memory do not grow: take new_cache() without max_length"
+                "x has several positions, and during generation earlier positions must not see later ones: "
+                "give causal=True or a mask"
             )
-        if not cache.length:
-            cache.of_memory(memory)
-            return False
-        if not cache.is_of(memory):
-            raise ValueError(
-                "the cache holds keys of x or of another memory: make a new cache for this memory"
-            )
-        return True
 
     def _masks(self, memory: Tensor | None, keys_from_x: bool, hides_future: bool) -> Masks:
         """Check the masks of the call, and complete them.
@@ -263,16 +224,17 @@ class Inputs:
         cached = 0 if cache is None else cache.length
         if isinstance(cache, StaticCache):
             keys = cache.max_length
-        elif keys_from_x:
-            keys = cached + queries
+        elif memory is not None:
+            keys = memory.size(1)
         else:
-            keys = cached if memory is None else memory.size(1)
+            keys = cached + queries if keys_from_x else cached
         if self.padding is not None:
             self._check_padding(self.padding, keys, keys_from_x)
         if mask is not None:
-            shapes = [(queries, length) for length in self._lengths(keys, mask)]
-            by_batch = [(self.x.size(0), *shape) for shape in shapes]
-            _check_mask("mask", mask, [*shapes, *by_batch], True)
+            lengths = self._accepted_lengths(mask, keys)
+            shapes = [*itertools.product([queries], lengths)]
+            by_row = itertools.product([self.x.size(0)], [queries], lengths)
+            _check_mask("mask", mask, [*shapes, *by_row], additive=True)
             if mask.size(-1) < keys:  # it has no columns for later positions of a static cache
                 mask = F.pad(mask, (0, keys - mask.size(-1)))
         if isinstance(cache, StaticCache):
@@ -287,24 +249,62 @@ class Inputs:
 
     def _check_padding(self, padding: Tensor, keys: int, keys_from_x: bool) -> None:
         """Check the padding of the `keys` keys, those of the cache included."""
-        batch, queries, _ = self.x.shape
+        rows, queries, _ = self.x.shape
+        lengths = [keys]
         if keys_from_x:
-            shapes = [(batch, length) for length in (queries, *self._lengths(keys, padding))]
-        else:
-            shapes = [(batch if self.cache is None else batch // self.cache.beam_size, keys)]
-        _check_mask("padding", padding, shapes)
+            lengths = [queries, *self._accepted_lengths(padding, keys)]
+        elif self.cache is not None:
+            rows //= self.cache.beam_size
+        _check_mask("padding", padding, [*itertools.product([rows], lengths)])
 
-    def _lengths(self, keys: int, given: Tensor) -> list[int]:
-        """The possible S of a mask or of padding: all positions so far; with a static cache its size, too."""
+    def _accepted_lengths(self, mask: Tensor, keys: int) -> list[int]:
+        """The S that a mask or padding may have: all positions so far, or the size of a static cache."""
         if isinstance(self.cache, StaticCache):
-            return sorted(self.cache.accepted_lengths(self.x.size(1), given.size(-1)))
+            return sorted(self.cache.accepted_lengths(self.x.size(1), mask.size(-1)))
         return [keys]
+
+    def _padding_of_x(self, padding: Tensor) -> Tensor:
+        """The columns of x, the latest positions, in the padding of its keys [B, S]: [B, T]."""
+        if isinstance(self.cache, StaticCache):
+            return self.cache.padding_of_call(padding, self.x.size(1))
+        return padding[:, padding.size(1) - self.x.size(1) :]
+
+
+def _unless_cached(memory: Tensor, cache: KVCache) -> Tensor | None:
+    """The memory, which an empty cache records; None if the cache has the keys of this memory."""
+    if cache.max_length is not None:
+        raise ValueError("the keys of a memory do not grow: take new_cache() without max_length")
+    if not cache.length:
+        cache.of_memory(memory)
+        return memory
+    if not cache.is_of(memory):
+        raise ValueError(
+            "the cache holds keys of x or of another memory: make a new cache for this memory"
+        )
+    return None
+
+
+def _memory_width(attention: "Attention", k_proj: Any, source: Tensor) -> int:
+    """The width that the projections of keys and values take; that of the source if they take any."""
+    v_proj = getattr(attention, attention.memory_projections[1], None)
+    widths: list[Any] = []
+    for layer in (k_proj, v_proj):
+        # Linear has `in_features`, ExpertLinear `d_in`; other layers take any width
+        width = getattr(layer, "in_features", None) or getattr(layer, "d_in", source.size(-1))
+        widths.append(width)
+    kdim, vdim = widths
+    if kdim != vdim:
+        raise ValueError(
+            f"keys (width {kdim}) and values (width {vdim}) need two inputs, but this call gives one memory: "
+            "build the layer with equal kdim and vdim"
+        )
+    return int(kdim)
 
 
 def _unread(attention: "Attention", name: str) -> str:
-    alias = f" It is {_ELSEWHERE[name]} here." if name in _ELSEWHERE else ""
-    takes = ["x", "memory", "padding", "mask", "causal", "cache", "query_padding", "with_routing"]
-    names = ", ".join([*takes, *sorted(attention.reads)])
+    alias = f" It is {_NAMES_ELSEWHERE[name]} here." if name in _NAMES_ELSEWHERE else ""
+    takes = "x, memory, padding, mask, causal, cache, query_padding, with_routing"
+    names = ", ".join([takes, *sorted(attention.reads)])
     return f"{type(attention).__name__}'s call does not read {name}.{alias} It takes {names}."
 
 

@@ -163,7 +163,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         source_router = self.source_router
         memory = call.memory
         assert memory is not None
-        if source_router is None and call.same_tokens:
+        if source_router is None and call.keys_from_x:
             return routing
         padding = call.masks.padding
         if padding is not None:

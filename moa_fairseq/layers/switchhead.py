@@ -185,7 +185,7 @@ class SwitchHeadAttention(Attention):
         if call.memory is not None and call.values is not None:
             source = routing
             of_keys = order
-            if not (self.shares_selection and call.same_tokens):
+            if not (self.shares_selection and call.keys_from_x):
                 source, of_keys = self._route_keys(call.memory, call.masks.padding)
                 if source is not None:
                     routings.append(source)

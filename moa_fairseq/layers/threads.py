@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 
 class PerThread(threading.local):
-    """An object for each thread.
+    """An object for each thread, in `value`.
 
     torch.compile (2.13) loses writes to a thread-local, but not writes to an object in it.
 
@@ -22,49 +22,54 @@ class PerThread(threading.local):
         self.value = make()
 
 
-class _Block:
-    """A block; its collector is None once it is closed.
+class _Entry:
+    """The collector of a block; None once the block is closed.
 
-    A closed block stays in copies of its context, and in its own context if it was closed in another one.
+    The entry of a closed block stays in copies of its context, and in its own context if it was closed in
+    another one.
     """
 
     def __init__(self, collector: Any):
         self.collector = collector
 
 
-class _Blocks:
+class _ThreadEntries:
+    """The entries of the blocks that a thread has opened, the outermost first."""
+
     def __init__(self) -> None:
-        self.opened: tuple[_Block, ...] = ()
+        self.entries: tuple[_Entry, ...] = ()
 
 
-def _open(blocks: tuple[_Block, ...]) -> tuple[_Block, ...]:
-    return tuple([each for each in blocks if each.collector is not None])
+def _still_open(entries: tuple[_Entry, ...]) -> tuple[_Entry, ...]:
+    return tuple([entry for entry in entries if entry.collector is not None])
 
 
 class Collectors:
     """The objects that collect the routings of a pass: those of the open blocks around it.
 
     A block belongs to its asyncio task, or to its thread if there are no tasks, and to threads that run in a
-    copy of its context, as with asyncio.to_thread. A graph of torch.compile cannot read contexts; it uses the
-    blocks that its thread has opened. (`is_compiling` cannot replace `is_dynamo_compiling` here: it is also
-    true while another thread compiles or exports.) A block may be closed in any thread.
+    copy of its context, as with asyncio.to_thread. It may be closed in any thread.
+
+    A graph of torch.compile cannot read contexts, and uses the blocks that its thread has opened.
 
     Args:
         name: the name of the context variable.
     """
 
     def __init__(self, name: str):
-        self._of_task: ContextVar[tuple[_Block, ...]] = ContextVar(name, default=())
-        self._of_thread = PerThread(_Blocks)
+        self._of_task: ContextVar[tuple[_Entry, ...]] = ContextVar(name, default=())
+        self._of_thread = PerThread(_ThreadEntries)
 
     def around(self) -> tuple[Any, ...]:
         """The collectors of the open blocks around the caller, the outermost first."""
+        # Not `is_compiling`, which is also true while another thread compiles or exports
         if is_dynamo_compiling():
-            blocks = self._of_thread.value.opened
+            entries = self._of_thread.value.entries
         else:
-            blocks = self._of_task.get()
-        collectors = [each.collector for each in blocks]
-        return tuple([each for each in collectors if each is not None])
+            entries = self._of_task.get()
+        # Each collector is read once: another thread may close its block at any time
+        collectors = [entry.collector for entry in entries]
+        return tuple([collector for collector in collectors if collector is not None])
 
     @contextlib.contextmanager
     def block(self, collector: Any) -> Iterator[None]:
@@ -73,17 +78,18 @@ class Collectors:
         Args:
             collector: any object.
         """
-        block = _Block(collector)
-        compiles = is_dynamo_compiling()
-        thread = self._of_thread.value
-        thread.opened = (*_open(thread.opened), block)
-        if not compiles:
-            self._of_task.set((*_open(self._of_task.get()), block))
+        entry = _Entry(collector)
+        is_compiling = is_dynamo_compiling()
+        self._update(entry, is_compiling=is_compiling)
         try:
             yield
         finally:  # other blocks may have been opened or closed since, and this may be another thread or task
-            block.collector = None
-            thread = self._of_thread.value
-            thread.opened = _open(thread.opened)
-            if not compiles:
-                self._of_task.set(_open(self._of_task.get()))
+            entry.collector = None
+            self._update(is_compiling=is_compiling)
+
+    def _update(self, *new: _Entry, is_compiling: bool) -> None:
+        """Append new entries to those of the thread and, outside graphs, of the task; drop closed ones."""
+        thread = self._of_thread.value
+        thread.entries = (*_still_open(thread.entries), *new)
+        if not is_compiling:
+            self._of_task.set((*_still_open(self._of_task.get()), *new))

@@ -20,6 +20,7 @@ from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.sigma_moe import SigmaMoE, SigmaMoESettings
 
 Routings = tuple[Routing, ...]
+Branch = Callable[..., tuple[Tensor, Routings]]
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -73,60 +74,41 @@ class Shortcut(nn.Module):
 
 @dataclass
 class StackSettings:
-    """The settings of an encoder or a decoder. Letters of shapes as in `attention`; V is the vocabulary size.
+    """The settings of an encoder or a decoder. Letters of shapes are those of `attention`."""
 
-    Args:
-        family, attention: a name in FAMILIES, and the fields of the family's settings.
-        vocab_size, padding_idx: V, and the id of padding.
-        embed_dim, ffn_embed_dim, layers, attention_heads: C, and the numbers of inner units, layers and
-            heads.
-        causal: whether no position sees a later position.
-        memory_dim: the width of the encoder's output, to which every layer attends; None: no cross-attention.
-        input_dim, output_dim: the widths of the embeddings and of the output, if not C.
-        normalize_before, final_norm: whether norms are before the branches (else after the residual sums),
-            and whether there is a norm after the last layer.
-        embedding_norm, embedding_scale: whether embeddings are normalised; the factor of word embeddings.
-        position_embedding, position_rows: a choice of POSITION_EMBEDDINGS; the number of learned embeddings.
-        positions, head_gate, output_scale: those of `Attention`; positions are for self-attention alone.
-        activation, gated, rms_norm, shortcuts: the activation of the feed-forward; whether it is SwiGLU
-            instead; whether the norms of layers and the final norm are RMSNorm; whether residual sums are
-            Admin's.
-        adaptive_input, adaptive_softmax: arguments of `AdaptiveEmbedding` and `AdaptiveSoftmax`, which
-            replace embeddings and output; {}: they do not.
-        sigma_moe, expert_backend: the fields of SigmaMoESettings ({}: an ordinary feed-forward), and its
-            backend.
-        dropout, activation_dropout, attention_dropout, output_dropout: probabilities.
-    """
-
-    family: str
-    attention: dict[str, Any]
-    vocab_size: int
-    padding_idx: int
-    embed_dim: int
-    ffn_embed_dim: int
-    layers: int
-    attention_heads: int
-    causal: bool = False
-    memory_dim: int | None = None
-    input_dim: int | None = None
-    output_dim: int | None = None
-    normalize_before: bool = False
-    final_norm: bool = False
-    embedding_norm: bool = False
-    embedding_scale: float = 1.0
-    position_embedding: str = "sinusoidal"
-    position_rows: int = 0
-    positions: str | None = None
-    head_gate: str = "none"
-    output_scale: float = 1.0
-    activation: str = "relu"
-    gated: bool = False
-    rms_norm: bool = False
-    shortcuts: bool = False
+    family: str  # a name in FAMILIES
+    attention: dict[str, Any]  # the fields of the family's settings
+    vocab_size: int  # the number of symbols, V
+    padding_idx: int  # the id of padding
+    embed_dim: int  # C
+    ffn_embed_dim: int  # the number of inner units of the feed-forward
+    layers: int  # the number of layers
+    attention_heads: int  # H, for families whose settings have no number of heads
+    causal: bool = False  # whether no position sees a later position
+    memory_dim: int | None = None  # the width of the encoder's output; None: no cross-attention
+    input_dim: int | None = None  # the width of the embeddings, if not C
+    output_dim: int | None = None  # the width of the output, if not C
+    normalize_before: bool = False  # whether norms precede branches, else follow residual sums
+    final_norm: bool = False  # whether there is a norm after the last layer
+    embedding_norm: bool = False  # whether embeddings are normalised
+    embedding_scale: float = 1.0  # the factor of word embeddings
+    position_embedding: str = "sinusoidal"  # a choice of POSITION_EMBEDDINGS
+    position_rows: int = 0  # the number of learned embeddings of positions
+    positions: str | None = None  # that of `Attention`, for self-attention alone
+    head_gate: str = "none"  # that of `Attention`
+    output_scale: float = 1.0  # that of `Attention`
+    activation: str = "relu"  # of the feed-forward, a name in ACTIVATIONS
+    gated: bool = False  # whether the feed-forward is SwiGLU, which has its own activation
+    rms_norm: bool = False  # whether the norms of layers and the final norm are RMSNorm
+    shortcuts: bool = False  # whether residual sums are Admin's
+    # The arguments of `AdaptiveEmbedding`, which replaces the embeddings; {}: it does not
     adaptive_input: dict[str, Any] = field(default_factory=dict)
+    # The arguments of `AdaptiveSoftmax`, which replaces the output; {}: it does not
     adaptive_softmax: dict[str, Any] = field(default_factory=dict)
+    # The fields of SigmaMoESettings; {}: an ordinary feed-forward
     sigma_moe: dict[str, Any] = field(default_factory=dict)
-    expert_backend: str = "auto"
+    expert_backend: str = "auto"  # the backend of `SigmaMoE`
+    # Probabilities
     dropout: float = 0.0
     activation_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -167,16 +149,11 @@ class LayerCache:
     def __init__(self, layer: "TransformerLayer", beam_size: int = 1):
         self.self_attn = layer.self_attn.new_cache()
         self.encoder_attn: KVCache | None = None
+        self.all = [self.self_attn]  # the caches of all attentions of the layer
         if layer.encoder_attn is not None:
             self.encoder_attn = layer.encoder_attn.new_cache()
             self.encoder_attn.beam_size = beam_size
-
-    @property
-    def all(self) -> tuple[KVCache, ...]:
-        """The caches, one for each attention of the layer."""
-        if self.encoder_attn is None:
-            return (self.self_attn,)
-        return (self.self_attn, self.encoder_attn)
+            self.all.append(self.encoder_attn)
 
 
 class TransformerLayer(nn.Module):
@@ -198,16 +175,16 @@ class TransformerLayer(nn.Module):
         self.self_attn_layer_norm = settings.norm()
         self.encoder_attn: Attention | None = None
         if settings.memory_dim is not None:
-            widths = {"kdim": settings.memory_dim, "vdim": settings.memory_dim}
-            self.encoder_attn = settings.build_attention(**widths)
+            self.encoder_attn = settings.build_attention(
+                kdim=settings.memory_dim, vdim=settings.memory_dim
+            )
             self.encoder_attn_layer_norm = settings.norm()
-        activation = ACTIVATIONS[settings.activation]
-        self.activation_fn: Callable[[Tensor], Tensor] = activation
+        self.activation_fn: Callable[[Tensor], Tensor] = ACTIVATIONS[settings.activation]
         self.fc1: nn.Module
         self.fc2: nn.Module
         if settings.sigma_moe:
             experts = SigmaMoESettings(**settings.sigma_moe)
-            self.fc1 = SigmaMoE(width, experts, activation, settings.expert_backend)
+            self.fc1 = SigmaMoE(width, experts, self.activation_fn, settings.expert_backend)
             self.activation_fn = nn.Identity()
             self.activation_dropout_module = nn.Identity()
             self.fc2 = nn.Identity()
@@ -221,8 +198,8 @@ class TransformerLayer(nn.Module):
         self.final_layer_norm = settings.norm()
         self.shortcuts: nn.ModuleList | None = None
         if settings.shortcuts:
-            sums = 2 if self.encoder_attn is None else 3
-            self.shortcuts = nn.ModuleList(Shortcut(width) for _ in range(sums))
+            num_branches = 2 if self.encoder_attn is None else 3
+            self.shortcuts = nn.ModuleList(Shortcut(width) for _ in range(num_branches))
 
     def forward(
         self,
@@ -246,52 +223,48 @@ class TransformerLayer(nn.Module):
         Returns:
             The outputs [B, T, C], and the routings of the layer.
         """
-        routings: list[Routing] = []
-        queries = None if padding is None else padding[:, padding.size(1) - x.size(1) :]
+        self_attn = self.self_attn
         encoder_attn = self.encoder_attn
-        layer_cache = cache and cache.self_attn
-        # attention (None: feed-forward), norm, and keywords of the attention
-        branches: list[tuple[Any, nn.Module, dict[str, Any]]] = [
-            (
-                self.self_attn,
-                self.self_attn_layer_norm,
-                {"padding": padding, "causal": self.causal, "cache": layer_cache},
-            )
-        ]
+        query_padding = None if padding is None else padding[:, padding.size(1) - x.size(1) :]
+        options: dict[str, Any] = {"with_routing": True}
+        if "token_ids" in self_attn.reads:  # then the other attention has such a router, too
+            options["token_ids"] = token_ids
+        attend = functools.partial(
+            self_attn,
+            padding=padding,
+            causal=self.causal,
+            cache=cache and cache.self_attn,
+            **options,
+        )
+        branches: list[tuple[nn.Module, Branch]] = [(self.self_attn_layer_norm, attend)]
         if encoder_attn is not None:
-            layer_cache = cache and cache.encoder_attn
-            masks = {"padding": memory_padding, "query_padding": queries}
-            branches.append(
-                (
-                    encoder_attn,
-                    self.encoder_attn_layer_norm,
-                    {"memory": memory, "cache": layer_cache, **masks},
-                )
+            attend = functools.partial(
+                encoder_attn,
+                memory=memory,
+                padding=memory_padding,
+                query_padding=query_padding,
+                cache=cache and cache.encoder_attn,
+                **options,
             )
-        branches.append((None, self.final_layer_norm, {}))
-        for place, (attention, norm, inputs) in enumerate(branches):
-            out = norm(x) if self.normalize_before else x
-            if attention is None:
-                out = self._feed_forward(out, queries, routings)
-            else:
-                if "token_ids" in attention.reads:
-                    inputs["token_ids"] = token_ids
-                out, routed = attention(out, with_routing=True, **inputs)
-                routings.extend(routed)
+            branches.append((self.encoder_attn_layer_norm, attend))
+        feed_forward = functools.partial(self._feed_forward, padding=query_padding)
+        branches.append((self.final_layer_norm, feed_forward))
+        routings: Routings = ()
+        for place, (norm, branch) in enumerate(branches):
+            out, routed = branch(norm(x) if self.normalize_before else x)
+            routings += routed
             if self.training:
                 out = self.dropout_module(out)
             x = out + x if self.shortcuts is None else self.shortcuts[place](out, x)
             if not self.normalize_before:
                 x = norm(x)
-        return x, tuple(routings)
+        return x, routings
 
-    def _feed_forward(self, x: Tensor, padding: Tensor | None, routings: list[Routing]) -> Tensor:
-        """Apply the feed-forward to x [B, T, C], and append its routings to the list."""
+    def _feed_forward(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Routings]:
+        """Apply the feed-forward to x [B, T, C]. Returns the output and the routings."""
         fc1 = self.fc1
         if isinstance(fc1, SigmaMoE):
-            x, routed = fc1(x, padding, with_routing=True)
-            routings.extend(routed)
-            return x
+            routed: tuple[Tensor, Routings] = fc1(x, padding, with_routing=True)
+            return routed
         x = self.activation_fn(fc1(x))
-        out: Tensor = self.fc2(self.activation_dropout_module(x) if self.training else x)
-        return out
+        return self.fc2(self.activation_dropout_module(x) if self.training else x), ()

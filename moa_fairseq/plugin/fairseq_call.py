@@ -103,7 +103,7 @@ class FairseqCall(Attention):
                 values,
                 Masks(attn_mask, padding, is_causal=is_causal, right_padded=context.right_padded),
                 query_padding=query_padding,
-                same_tokens=self.self_attention and context.carried is None,
+                keys_from_x=self.self_attention and context.carried is None,
                 cache=cache,
                 need_weights=need_weights or need_head_weights,
                 token_ids=_latest_token_ids(context.token_ids, size),
