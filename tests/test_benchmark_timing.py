@@ -41,7 +41,7 @@ def test_what_cannot_be_timed_is_refused_by_its_flag(bench, words, monkeypatch, 
 def test_a_result_names_its_backend_and_commit(bench, trusted, monkeypatch, tmp_path, capsys):
     """On a GPU whose kernels were not checked `auto` is `grouped`: said at once, and in the file."""
     found = ("triton", "9 checks passed") if trusted else ("grouped", "not triton: not checked")
-    monkeypatch.setattr(projection, "automatic", lambda dtype: found)
+    monkeypatch.setattr(projection, "backend_of_auto", lambda dtype: found)
     monkeypatch.setattr(
         sys, "argv", ["x.py", "--device", "cuda", "--miniature", "--output", str(tmp_path)]
     )

@@ -51,22 +51,20 @@ class Attention(nn.Module, abc.ABC):
         UserError: for impossible settings.
     """
 
-    # The family of its routings, for `losses_for`
-    family: ClassVar[str | None] = None
-    # The keywords of the call that not every attention reads
-    reads: frozenset[str] = frozenset()
+    family: ClassVar[str | None] = None  # that of its routings, for `losses_for`
+    reads: frozenset[str] = frozenset()  # the keywords of the call that not every attention reads
     # The keywords of constructors that only subclasses pass
     inner_keywords = frozenset({"key_heads", "own_heads", "groups", "common"})
-    # The names of the layers that project the inputs of keys and of values
-    memory_projections = ("k_proj", "v_proj")
-    # Whether tokens select heads; a norm over all heads is then impossible
-    routes_heads = False
-    # Whether `compute` needs to know which expert made each key, cached keys included
-    keys_by_expert = False
-    # Whether every cached number belongs to one position, so that positions can be removed
-    can_trim_cache = True
-    # Whether the result of a position depends on later positions that no mask can hide
-    is_non_causal = False
+    memory_projections = (
+        "k_proj",
+        "v_proj",
+    )  # the layers that read the inputs of keys and of values
+    routes_heads = False  # whether tokens select heads; a norm over all heads is then impossible
+    keys_by_expert = (
+        False  # whether `compute` needs to know which expert made each key, cached ones too
+    )
+    can_trim_cache = True  # whether every cached number belongs to one position, and can be removed
+    is_non_causal = False  # whether a result depends on later positions that no mask can hide
 
     def __init__(
         self,
@@ -107,9 +105,8 @@ class Attention(nn.Module, abc.ABC):
         )
         self.window = common.window
         if self.window is not None and (not self_attention or self.window < 1):
-            raise UserError(
-                f"window={self.window}: give a positive number, and self_attention=True, or leave it out."
-            )
+            remedy = "give a positive number, and self_attention=True, or leave it out"
+            raise UserError(f"window={self.window}: {remedy}.")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Give a copy (by copy.deepcopy or pickle) its own instance number, for caches and for `name`."""
@@ -150,11 +147,9 @@ class Attention(nn.Module, abc.ABC):
     @classmethod
     def keywords(cls) -> set[str]:
         """The keywords of the constructor that are not settings."""
-        names: set[str] = set()
-        for base in cls.__mro__:
-            if issubclass(base, Attention):
-                names.update(inspect.getfullargspec(base).kwonlyargs)
-        return names - cls.inner_keywords
+        bases = [base for base in cls.__mro__ if issubclass(base, Attention)]
+        keywords = [inspect.getfullargspec(base).kwonlyargs for base in bases]
+        return set().union(*keywords) - cls.inner_keywords
 
     @abc.abstractmethod
     def compute(self, call: Call) -> Computed:
@@ -171,17 +166,11 @@ class Attention(nn.Module, abc.ABC):
     def scaled(self, call: Call) -> Computed:
         """What `compute` returns, with the output [B, T, C] multiplied by `output_scale`."""
         out, weights, routings = self.compute(call)
-        if self.output_scale != 1.0:
-            out = out * self.output_scale
-        return out, weights, routings
+        return out if self.output_scale == 1.0 else out * self.output_scale, weights, routings
 
     @abc.abstractmethod
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
-        """Multiply-accumulates of one sequence in "router" and "projections"; `macs` adds the rest.
-
-        Args:
-            queries, keys: how many tokens of the sequence have queries, and how many keys.
-        """
+        """Multiply-accumulates of a sequence in "router" and "projections"; `macs` has the arguments."""
 
     @property
     def dropout_now(self) -> float:
@@ -253,26 +242,17 @@ class Attention(nn.Module, abc.ABC):
     def with_weights(
         self, x: Tensor, memory: Tensor | None = None, **inputs: "Unpack[Options]"
     ) -> tuple[Tensor, Tensor]:
-        """What `forward` returns, and the attention weights; the errors are those of `forward`.
-
-        Args:
-            x, memory, inputs: those of `forward`.
+        """What `forward` returns for these arguments, and the attention weights; its errors are the same.
 
         Returns:
             The output [B, T, C]; the weights [B, H, T, S] of H active heads, slot by slot if tokens select
             heads, before dropout, in float32 (float64 if x is).
         """
         more: dict[str, Any] = dict(inputs)
-        call = Inputs(
-            x,
-            memory,
-            padding=more.pop("padding", None),
-            mask=more.pop("mask", None),
-            causal=more.pop("causal", False),
-            cache=more.pop("cache", None),
-            query_padding=more.pop("query_padding", None),
-            more=more,
-        ).call(self)
+        causal = more.pop("causal", False)
+        padding, mask, cache = [more.pop(name, None) for name in ("padding", "mask", "cache")]
+        query_padding = more.pop("query_padding", None)
+        call = Inputs(x, memory, padding, mask, causal, cache, query_padding, more).call(self)
         call.need_weights = True
         out, weights, _ = self.scaled(call)
         assert weights is not None
@@ -288,12 +268,10 @@ class Attention(nn.Module, abc.ABC):
             UserError: for only one of the two arguments, and for an attention that cannot have such a cache.
         """
         if batch is None and max_length is None:
-            needed = None if self.window is None else self.window - 1
-            return KVCache(self._instance, self.can_trim_cache, needed)
+            return KVCache(self._instance, self.can_trim_cache, self.window and self.window - 1)
         if not (batch and max_length and min(batch, max_length) > 0):
-            raise UserError(
-                f"batch={batch}, max_length={max_length}: give two positive numbers, or none."
-            )
+            sizes = f"batch={batch}, max_length={max_length}"
+            raise UserError(f"{sizes}: give two positive numbers, or none.")
         if self.can_trim_cache and not self.keys_by_expert:
             return StaticCache(self._instance, batch, max_length)
         content = "the heads that tokens chose" if self.keys_by_expert else "a sum over positions"
@@ -311,8 +289,7 @@ class Attention(nn.Module, abc.ABC):
             call: the pass, of which the masks, the cache and need_weights are read.
             q: queries, [B, H, T, D].
             k, v: keys and values, [B, G, S, D], where G divides H; None: the cache has them.
-            masks: the masks that `place` returned with q, k and v; None: `attend` calls `place` itself, and
-                adds the bias of the positions.
+            masks: the masks that `place` returned with them; None: `attend` itself calls `place`.
 
         Returns:
             The results of the heads [B, H, T, D]; the weights [B, H, T, S] if the call needs them, else None.
@@ -345,8 +322,8 @@ class Attention(nn.Module, abc.ABC):
             key_experts: the experts that made the new keys, [B, S', K], if `keys_by_expert`.
 
         Returns:
-            Queries [B, H, T, D]; keys and values [B, G, S, D] with those of the cache; the masks of these S
-            keys; and the bias that positions add to the scaled scores, [B or 1, H or 1, T, S], or None.
+            Queries [B, H, T, D]; keys and values [B, G, S, D], cached ones included; the masks of the S keys;
+            and the bias that positions add to the scaled scores, [B or 1, H or 1, T, S], or None.
         """
         cache = call.cache
         masks = call.masks
@@ -365,8 +342,7 @@ class Attention(nn.Module, abc.ABC):
                 cache.slide()
             length = cache.length
             dropped = cache.dropped
-        # Keys of a carried context come before those of the queries. With a static cache the length is a
-        # tensor, which `extend` changes in place; the sum is a new one.
+        # Keys of a carried context come first. A static cache changes its length, a tensor, in place.
         first_query = length + (k.size(2) - q.size(2))
         if norm is not None and not norm.after_rotation:
             q, k = norm(q, k)

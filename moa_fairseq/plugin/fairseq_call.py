@@ -69,10 +69,8 @@ class FairseqCall(Attention):
         tgt_len, batch, _ = query.shape
         size = (batch, tgt_len)
         if query_padding_mask is not None and query_padding_mask.shape != size:
-            raise ValueError(
-                f"query_padding_mask is {list(query_padding_mask.shape)}, but the queries are [B, T] = "
-                f"{list(size)}"
-            )
+            shape = list(query_padding_mask.shape)
+            raise ValueError(f"query_padding_mask is {shape}, but the queries are {list(size)}")
         is_causal = attn_mask is not None and attn_mask is context.causal_mask
         if attn_mask is not None and not attn_mask.is_floating_point():
             attn_mask = attn_mask.bool()

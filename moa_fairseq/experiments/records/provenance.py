@@ -102,7 +102,7 @@ def commit() -> str | None:
     stated = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
     try:
         revision = _commit_of_repository()
-    except UserError:
+    except UserError:  # git does not answer, or refuses: the environment's commit will do
         if stated is None:
             raise
         return stated

@@ -93,7 +93,9 @@ def test_a_training_goes_on_with_as_many_chunks_as_it_carries_now(chunks):
         get_model=lambda: SimpleNamespace(decoder=SimpleNamespace(context=context)),
         device="cpu",
     )
-    ordered = SimpleNamespace(parts=1, rows=2, chunks=9)
+    ordered = SimpleNamespace(
+        parts=1, texts=2, texts_per_part=2, chunks=9, parts_of=lambda *shard: range(1)
+    )
     place = SimpleNamespace(dataset=ordered, num_shards=1, shard_id=0, iterations_in_epoch=4)
     task = TruncatedBPTTTask.__new__(TruncatedBPTTTask)
     task.args = SimpleNamespace(tokens_per_sample=3)
