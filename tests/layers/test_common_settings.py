@@ -341,6 +341,20 @@ def test_autocast_whole_and_step_by_step(family, name):
 ODD = pytest.mark.parametrize(("family", "name"), [("MoA", "all"), ("dense", "dynamic")])
 
 
+@pytest.mark.parametrize("kind", ["rope", "rope-half"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_rotation_is_rounded_once(kind, dtype):
+    """Not its cosines and sines first: a number may be a small difference of two large products."""
+    torch.manual_seed(0)
+    positions = MOA(self_attention=True, positions=kind).positions
+    q, k = torch.randn(2, 1, 1, 200, 8, dtype=dtype)
+    exact = positions.rotate(q.double(), k.double(), 0)
+    for one, other in zip(positions.rotate(q, k, 0), exact):
+        assert one.dtype == dtype
+        rounding = torch.finfo(dtype).eps
+        torch.testing.assert_close(one.double(), other, rtol=rounding, atol=1e-6)
+
+
 @pytest.mark.thorough(keep="dynamic")
 @ODD
 def test_exported_with_any_length(family, name):
