@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         SystemExit: from argparse, for --help and for wrong flags.
     """
-    if argv is None:
+    if argv is None:  # this is the program itself
         use_utf8()
         os.environ["PYTHONSAFEPATH"] = "1"
         argv = sys.argv[1:]

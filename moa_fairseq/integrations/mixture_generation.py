@@ -78,9 +78,8 @@ class GenerationCache:
             beam_idx: [B] int64, for all hypotheses; each index is in the same sentence as its row.
         """
         if self.rows is not None:
-            beam_idx = torch.searchsorted(
-                self.rows, beam_idx[self.rows]
-            )  # in the rows of the cache
+            # In the rows of the cache
+            beam_idx = torch.searchsorted(self.rows, beam_idx[self.rows])
         for cache in self.caches:
             cache.reorder(beam_idx)
 

@@ -59,8 +59,8 @@ class MixtureSettings:
                 f"{', '.join(unknown)}: no setting of this version, whose settings are {have}."
             )
         settings = cls(**fields)
-        settings._check_heads()
         settings._check_options()
+        settings._check_heads()
         return settings
 
     def _check_heads(self) -> None:

@@ -55,14 +55,11 @@ class Attention(nn.Module, abc.ABC):
     reads: frozenset[str] = frozenset()  # the keywords of the call that not every attention reads
     # The keywords of constructors that only subclasses pass
     inner_keywords = frozenset({"key_heads", "own_heads", "groups", "common"})
-    memory_projections = (
-        "k_proj",
-        "v_proj",
-    )  # the layers that read the inputs of keys and of values
+    # The layers that read the inputs of keys and of values
+    memory_projections = ("k_proj", "v_proj")
     routes_heads = False  # whether tokens select heads; a norm over all heads is then impossible
-    keys_by_expert = (
-        False  # whether `compute` needs to know which expert made each key, cached ones too
-    )
+    # Whether `compute` needs to know which expert made each key, cached ones included
+    keys_by_expert = False
     can_trim_cache = True  # whether every cached number belongs to one position, and can be removed
     is_non_causal = False  # whether a result depends on later positions that no mask can hide
 

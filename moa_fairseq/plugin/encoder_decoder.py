@@ -87,6 +87,8 @@ class MixtureEncoder(TransformerEncoderBase):
         orders exchange the hypotheses of a sentence, which all read the same rows: on a CPU, where a look at
         the order costs no wait, nothing is copied then.
         """
+        if _BEAM in encoder_out and new_order.is_cuda:
+            return super().reorder_encoder_out(encoder_out, new_order)
         rows = torch.arange(encoder_out["encoder_out"][0].size(1), device=new_order.device)
         if _BEAM not in encoder_out:
             result = super().reorder_encoder_out(encoder_out, new_order)
@@ -94,8 +96,6 @@ class MixtureEncoder(TransformerEncoderBase):
             if beam > 1 and torch.equal(new_order, rows.repeat_interleave(beam)):
                 result[_BEAM] = [new_order.new_empty(beam, 0)]
             return result
-        if new_order.is_cuda:
-            return super().reorder_encoder_out(encoder_out, new_order)
         beam = encoder_out[_BEAM][0].size(0)
         sentences = new_order // beam
         if torch.equal(sentences, rows // beam):

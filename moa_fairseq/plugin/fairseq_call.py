@@ -70,7 +70,7 @@ class FairseqCall(Attention):
         size = (batch, tgt_len)
         if query_padding_mask is not None and query_padding_mask.shape != size:
             shape = list(query_padding_mask.shape)
-            raise ValueError(f"query_padding_mask is {shape}, but the queries are {list(size)}")
+            raise ValueError(f"query_padding_mask is {shape}, not [B, T] = {list(size)}")
         is_causal = attn_mask is not None and attn_mask is context.causal_mask
         if attn_mask is not None and not attn_mask.is_floating_point():
             attn_mask = attn_mask.bool()

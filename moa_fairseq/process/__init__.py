@@ -70,7 +70,7 @@ HINTS = {
         "The machine's memory is full: close other programs or use --set train.flags.num-workers=0."
     ),
 }
-# The last error of a training whose loss, gradients or weights are NaN or infinite
+# NaN or infinity in a training: errors of fairseq, of the patches that save weights, and of the gates
 DIVERGED = re.compile(
     r"error: .*(Nan/Inf|Nan or Inf|Minimum loss scale|The (training has|gates have) diverged|"
     r"was not written, because the model holds (NaN|infinity))",

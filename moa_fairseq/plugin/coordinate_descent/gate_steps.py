@@ -96,8 +96,9 @@ class JointStep:
 
     For fairseq the gates are frozen: its optimizer, gradient all-reduce, clipping and schedule never see
     them. Each micro-batch adds to the gradients of the gates (`in_backward`), scaled as fairseq scales the
-    loss; `around_step` adds up those of all workers and updates the gates by their mean, without a second
-    pass. If fairseq skips an update for an overflow, the gates skip it, too. Nothing is kept between updates.
+    loss; `around_step` adds up those of all workers, divides them by the update's sample size, and updates
+    the gates, without a second pass. If fairseq skips an update for an overflow, the gates skip it as well.
+    Nothing is kept between updates.
 
     Args:
         model: a model with gates.

@@ -1,4 +1,4 @@
-"""A checkpoint's configuration makes fairseq download, run and overwrite nothing.
+"""A checkpoint's configuration makes fairseq download nothing from elsewhere, and run and overwrite nothing.
 
 Tokenizers would download what a setting names, embeddings and dictionaries are read from any path, a data set
 of FASTA files is counted by a shell command that contains its path, and a criterion opens a file for writing.

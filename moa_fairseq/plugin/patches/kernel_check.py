@@ -57,14 +57,14 @@ def takes_kernels(cfg: Any) -> bool:
 
     The settings of an evaluation have no model: its model comes from the checkpoint.
     """
-    if cfg.common.cpu or not torch.cuda.is_available() or triton.why_not():
-        return False
-    if getattr(cfg.model, "no_kernel_check", False):
-        return False
     backend = getattr(cfg.model, "expert_backend", None)
     # The layers of sigma-MoE need no --expert-backend to have a backend, `auto`.
-    has_sigma_moe = bool(getattr(cfg.model, "sigma_moe_num_experts", 0))
-    return backend == "auto" or (has_sigma_moe and not backend)
+    if not backend and getattr(cfg.model, "sigma_moe_num_experts", 0):
+        backend = "auto"
+    if backend != "auto" or getattr(cfg.model, "no_kernel_check", False) or cfg.common.cpu:
+        return False
+    # Asked last: Triton's import, and the look at the GPU, are for runs with its kernels alone
+    return torch.cuda.is_available() and not triton.why_not()
 
 
 def multiplied_dtype(cfg: Any) -> str:

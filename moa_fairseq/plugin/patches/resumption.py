@@ -163,7 +163,7 @@ def save_patience(save: Callable, trainer: Any, filename: str, extra_state: dict
 def load_patience(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
     """Restore the count of --patience from the checkpoint.
 
-    The count continues unless the training starts over, or fairseq also resets its best value.
+    The count of --patience continues, unless the training starts over, or fairseq also resets its best value.
     """
     extra_state, epoch_itr = load(cfg, trainer, **options)
     stop = _program().get("should_stop_early")

@@ -19,12 +19,8 @@ from moa_fairseq.plugin.patches.table import patch
 
 MAX_BYTES = 1_000_000  # of NumPy's numbers in one file: a meter has some tens of bytes
 _TYPES = {"b1", "f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
-_BYTE_ORDERS = (
-    "<",
-    ">",
-    "=",
-    "|",
-)  # little-endian, big-endian, the machine's; none for single bytes
+# Little-endian, big-endian, the machine's; none for single bytes
+_BYTE_ORDERS = ("<", ">", "=", "|")
 
 
 def plain(value: Any, copies: dict[int, Any] | None = None) -> Any:
