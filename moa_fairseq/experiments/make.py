@@ -49,7 +49,7 @@ class Step:
         finish: a function that gets the command's output, checks or completes it, and returns facts.
         in_place: True if the output is a folder in which the command itself resumes (fairseq's checkpoints).
             It resumes for another `goal`; other inputs are an error, so that no training is lost.
-        goal: the end of a step in place.
+        goal: the end of a step in place, in values that JSON has.
         ready: a function that prepares a folder with content for resuming in it.
         conditions: conditions for `provenance`, such as the hardware; or a function that returns them when
             the step begins.

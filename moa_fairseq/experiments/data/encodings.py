@@ -64,8 +64,10 @@ def _conversion(path: Path, sample: bytes) -> str:
     name = codecs.lookup(guess.encoding).name.upper().replace("_", "-")
     name = name.replace("-LE", "LE").replace("-BE", "BE")
     text = str(guess)
-    letter = re.search(r"[^\r\n]{0,20}[^\x00-\x7f][^\r\n]{0,20}", text)
-    excerpt = letter[0] if letter else text[:20]
+    letter = re.search(r"[^\r\n]{0,20}[^\x00-\x7f][^\r\n]{0,20}", text) or re.search(
+        ".{1,20}", text
+    )
+    excerpt = letter[0] if letter else ""
     command = pipe_command(path, f"iconv -f {name} -t utf-8")
     return (
         f"Its encoding may be {name}, which gives {excerpt!r}. If that text is wrong, write "

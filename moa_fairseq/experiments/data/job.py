@@ -117,7 +117,7 @@ class PreparationJob:
 
     def _texts_read(self) -> dict[str, list[TextFile]]:
         """split → the files from which its tokens were taken, and those on which pieces were learnt."""
-        facts = read_step_records(self.root)["text"]["facts"]
+        facts = read_step_records(self.root).get("text", {}).get("facts") or {}
         texts = {}
         for split, parts in self.parts.items():
             count = facts.get(split, {}).get("parts", 0)

@@ -182,7 +182,7 @@ def save_run_copy(data: Path, run_folder: Path, fingerprint: str, new: Path) -> 
             f"{run_folder} was trained on other data than {data} has now. Restore that data, use another "
             "--save-dir, or --restart to move the old run aside and start over."
         )
-    unlisted_text_files(data)
+    unlisted_text_files(data)  # raises for changed files
     copy_text_files(data, new)
 
 

@@ -147,11 +147,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _with_rows(args: argparse.Namespace, config: Path) -> Iterator[argparse.Namespace]:
     """The arguments of one run per selected row of the file; a row in `rows` has a folder of its own."""
-    if args.row in (None, ALL_ROWS):
-        yield args
     if args.row is None:
+        yield args
         return
-    recipe = load_recipe(config)
+    recipe = load_recipe(config)  # before the first run, which may take days
+    if args.row == ALL_ROWS:
+        yield args
     for name in list(recipe.rows) if args.row == ALL_ROWS else [args.row]:
         suffix = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
         overrides = [*row_overrides(recipe, name), *args.overrides]

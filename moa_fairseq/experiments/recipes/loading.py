@@ -55,6 +55,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         UserError: for an invalid recipe; the message names the file and the key.
     """
     path = Path(path)
+    for text in overrides:
+        key, equals, _ = text.partition("=")
+        if not equals or not all(key.strip().split(".")):
+            raise UserError(
+                f"--set {text}: give section.key=value, for example --set train.max_epoch=5."
+            )
     override_layers = _parse_overrides(overrides)
     layers = [*_file_layers(path), *override_layers]
     # Such as "mine.yaml", or "mine.yaml with --set train.seed=7"
@@ -113,11 +119,6 @@ def _parse_overrides(overrides: Sequence[str]) -> list[Values]:
     """A mapping for each `section.key=value`: merged into one, a null would vanish under a later value."""
     mappings = []
     for text in overrides:
-        key, equals, _ = text.partition("=")
-        if not equals or not all(key.strip().split(".")):
-            raise UserError(
-                f"--set {text}: give section.key=value, for example --set train.max_epoch=5."
-            )
         try:
             mapping: Any = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
         except _YAML_ERRORS as error:

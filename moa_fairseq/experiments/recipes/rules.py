@@ -127,7 +127,10 @@ def reserved(section: str, flag: str) -> str:
 def _values(recipe: Recipe) -> Problems:
     """Check choices and the ranges of numbers."""
     if not re.fullmatch(r"[a-z0-9_]+", recipe.experiment):
-        yield "experiment", "use lower-case letters, digits and underscores (it names folders)."
+        yield (
+            "experiment",
+            "use lower-case letters, digits and underscores only (it names folders).",
+        )
     for section in (*SECTIONS, "average"):
         values = getattr(recipe, section)
         if values:
@@ -218,7 +221,10 @@ def _pieces(data: Data) -> Problems:
 def _ends(recipe: Recipe) -> Problems:
     """Check that the training ends, and that the evaluation has a subset."""
     if recipe.train.max_epoch is None and recipe.train.max_update is None:
-        yield "train.max_epoch", "is missing. Set it or max_update, otherwise training never ends."
+        yield (
+            "train.max_epoch",
+            "is missing. Set it, or train.max_update, otherwise training never ends.",
+        )
     if recipe.generate and not recipe.generate.subsets:
         yield "generate.subsets", "is empty. Give at least one subset, such as [test]."
 
@@ -235,7 +241,7 @@ def _average(recipe: Recipe) -> Problems:
         yield "average.epochs", "excludes average.updates. Set only one of them."
     if average.count < 2:
         key = f"average.{'epochs' if epochs else 'updates'}"
-        yield key, "one checkpoint is not an average. Use 2 or more, or average: null (the best)."
+        yield key, "one checkpoint is not an average. Use 2 or more, or average: null for the best."
     most = train.keep_last_epochs
     if epochs and epochs > most:
         problem = f"cannot average {epochs} epochs when train.keep_last_epochs keeps {most}."
@@ -282,7 +288,10 @@ def _kind(recipe: Recipe) -> Problems:
 def _zero_shot(recipe: Recipe) -> Problems:
     """Check that a causal language model has tasks, and that no other model has any."""
     if recipe.zero_shot is not None and recipe.kind != CAUSAL_LM:
-        yield "zero_shot", "is for train.task language_modeling (causal models): leave it out."
+        yield (
+            "zero_shot",
+            "is for causal language models (train.task language_modeling): leave it out.",
+        )
     if recipe.zero_shot == []:
         yield "zero_shot", "is empty: name at least one task, such as [cbt], or leave it out."
 

@@ -27,9 +27,8 @@ _LOADED = re.compile(r" \(epoch [0-9]{1,18} @ ([0-9]{1,18}) updates\)")
 _NUMBER_KEYS = ("epoch", "update", "num_updates", "train_num_updates", "valid_num_updates")
 _SKIPPED = re.compile(r"\bwill be skipped\b|\bskipping\b")
 _TRAINING_BEGINS = "Start iterating over samples"
-_KERNEL_CHECK = (
-    " | moa_fairseq.plugin.patches.kernel_check | "  # the logger that reports on the kernels
-)
+# The logger that reports on the kernels
+_KERNEL_CHECK = " | moa_fairseq.plugin.patches.kernel_check | "
 LogRecord = dict[str, Any]  # a line of fairseq's log
 
 
@@ -176,9 +175,8 @@ class TrainLog:
         """Take one line of standard output."""
         record = parse_record(line)
         if record is not None:
-            if not key_of_bad_number(
-                record
-            ):  # else another program's line, which may not end a training
+            # A bad number is another program's, which may not end a training
+            if not key_of_bad_number(record):
                 self._save(record)
                 self._show(record)
         elif match := _PARAMETERS.search(line):

@@ -223,7 +223,9 @@ def _read(path: Path, language: str, parse: Callable[[str], Any], remedy: str) -
         if len(data) > MOST_BYTES[language]:
             raise ValueError(f"more than {MOST_BYTES[language]:,} bytes")
         content = parse(data.decode())
-        json.dumps(content, ensure_ascii=False).encode()  # raises for values that JSON lacks
+        json.dumps(
+            content, ensure_ascii=False
+        ).encode()  # raises for a date, or half of a surrogate pair
     except FileNotFoundError:
         raise
     except OSError as error:  # from opening or reading; it has the reason

@@ -66,7 +66,7 @@ def combined(sessions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         elif all(isinstance(value, dict) for value in values):
             record[key] = combined(values)
         elif key != "date" and all(isinstance(value, str) for value in values):
-            record[key] = ", ".join(dict.fromkeys(values))
+            record[key] = ", ".join(dict.fromkeys(values)) or None
         else:
             record[key] = values[-1]
     return record

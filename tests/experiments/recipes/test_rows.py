@@ -140,6 +140,23 @@ def test_the_keys_of_a_row_are_checked_even_if_the_recipe_is_another_row(
         loading.load_recipe(write_config({**small, "reproduces": CELL, "rows": rows}))
 
 
+@pytest.mark.parametrize("key", ["train..seed", ".seed", "train."])
+def test_an_impossible_key_of_a_row_is_the_files(small, write_config, key):
+    config = write_config({**small, "reproduces": CELL, "rows": {"other": {key: 3}}})
+    with pytest.raises(UserError) as error:
+        loading.load_recipe(config)
+    assert str(config) in str(error.value) and "--set" not in str(error.value)
+
+
+def test_all_rows_are_read_before_the_first_run(small, write_config, monkeypatch, capsys):
+    """Not when it has ended: a file that is valid with --set alone has no rows to go on with."""
+    small["train"]["no_such_key"] = 1
+    config = write_config(small)
+    monkeypatch.setattr(command, "_run_once", lambda *_: pytest.fail("a run began"))
+    assert main(["recipe", str(config), "--row", "all", "--gpus", "0"]) == 2
+    assert "no_such_key" in capsys.readouterr().err
+
+
 def test_rows_may_contradict_each_other(small, write_config):
     rows = {"untranslated": {"generate": None, "score": None}, "wide": {"generate.beam": 7}}
     path = write_config({**small, "reproduces": CELL, "rows": rows})
