@@ -59,7 +59,7 @@ def takes_kernels(cfg: Any) -> bool:
     """
     backend = getattr(cfg.model, "expert_backend", None)
     # The layers of sigma-MoE need no --expert-backend to have a backend, `auto`.
-    if not backend and getattr(cfg.model, "sigma_moe_num_experts", 0):
+    if not backend and getattr(cfg.model, "sigma_moe_num_experts", None):
         backend = "auto"
     if backend != "auto" or getattr(cfg.model, "no_kernel_check", False) or cfg.common.cpu:
         return False
