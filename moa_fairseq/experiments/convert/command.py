@@ -204,26 +204,26 @@ def run(args: argparse.Namespace) -> int:
     command = shlex.join(["moa-fairseq", *sys.argv[1:]])
     if (args.like is None) == (args.to == FAIRSEQ):
         raise UserError("--like CHECKPOINT goes with --to fairseq: give both or neither.")
+    file = args.input / plain.WEIGHTS if args.to == FAIRSEQ else args.input
+    checkpoint = models.read(args.like if args.to == FAIRSEQ else args.input)
+    # At once, because a training may replace the file while its weights are converted
+    digest = checksum(file) if file.is_file() else None
+    made_by = provenance(command=command, converted_from=[args.input.name, digest])
     if args.to == FAIRSEQ:
-        template = models.read(args.like)
         converted = Checkpoint(
-            plain.weights_of(args.input, template.model), template.cfg, template.is_old
+            plain.weights_of(args.input, checkpoint.model), checkpoint.cfg, checkpoint.is_old
         )
-        file = args.input / plain.WEIGHTS
     else:
-        converted = _convert_and_print(args)
-        file = args.input
-    made_by = provenance(command=command, converted_from=[args.input.name, checksum(file)])
+        converted = _convert_and_print(args, checkpoint)
     models.write(converted, args.output, made_by)
     print(f"wrote {args.output}")
     return 0
 
 
-def _convert_and_print(args: argparse.Namespace) -> Checkpoint:
+def _convert_and_print(args: argparse.Namespace, checkpoint: Checkpoint) -> Checkpoint:
     """Convert the attention of a checkpoint's model, and print how exact this is."""
     names = family_fields()
     values_by_flag = {name: value for name, value in vars(args).items() if name in names}
-    checkpoint = models.read(args.input)
     with explaining(f"{args.input} cannot be converted", str(args.input)):
         models.kind_of(checkpoint.settings)  # an unknown model is refused before it is built
         source = models.build(checkpoint.settings, checkpoint.model)

@@ -154,7 +154,7 @@ def refuse_what_fairseq_lacks(settings: argparse.Namespace) -> None:
     if scale not in (None, 1.0):
         raise UserError(
             f"--attention-output-scale {scale}: fairseq's own Transformer has no constant factor on the "
-            "attention's output."
+            "attention's output. Convert to another family, or keep the checkpoint."
         )
     if experts := getattr(settings, "sigma_moe_num_experts", 0):
         raise UserError(

@@ -231,7 +231,7 @@ def status_of(left_out: int) -> int:
     """The exit status: 1 if lines were left out. A last warning repeats how many."""
     if left_out:
         lines = "1 line was" if left_out == 1 else f"{left_out:,} lines were"
-        log.warning(f"{lines} skipped, with an empty output line each")
+        log.warning(f"{lines} skipped (an empty line of output for each)")
     return int(left_out > 0)
 
 

@@ -241,7 +241,9 @@ def _curves(folder: Path) -> dict[str, dict[str, Curve]]:
     log_file = folder / "train.jsonl"
     if not log_file.is_file():
         return {}
-    for _ in read_records(log_file):  # raises for a damaged line, unlike the readers below
+    for _ in read_records(
+        log_file
+    ):  # raises for a damaged line; below, the error would be suppressed
         pass
     curves = {}
     for metric in CURVES:

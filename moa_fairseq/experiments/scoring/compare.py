@@ -76,7 +76,7 @@ def render(comparison: Comparison, markdown: bool = False) -> str:
         blocks += _line_per_row(table) if markdown else _line_per_cell(table)
         runs: list[dict] = []
         for row in table.rows:
-            runs += [run for run in row.runs if run not in runs]
+            runs += [run for run in row.runs if not any(run is other for other in runs)]
         blocks += [_evidence(runs), " ".join(table.notes)]
     if runs := comparison.other:
         note = "Runs that differ only in their seed have one line: mean ± standard deviation."

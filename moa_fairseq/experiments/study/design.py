@@ -243,9 +243,9 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> Reco
         record = recorded.get((run.system, run.seed))
         if record is None:
             continue
-        if run.system not in settings:
+        if run.system not in settings and record.content.get("settings"):
             settings[run.system] = settings_of(run, study.stage)
-        misfit = _misfit(study, run, record, settings[run.system])
+        misfit = _misfit(study, run, record, settings.get(run.system, {}))
         if misfit:
             misfits.append(misfit)
         else:

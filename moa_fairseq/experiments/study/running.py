@@ -172,17 +172,18 @@ def _belongs_elsewhere(
 def _try_lock(file: Path) -> Iterator[bool]:
     """Hold a file's lock; yield False if another worker holds it. Raise UserError if locks do not work."""
     lock = portalocker.Lock(file, "a", timeout=0)
+    is_held = True
     try:
         with disk_errors(file):
             lock.acquire()
     except portalocker.LockException as error:  # another worker holds it, or there are no locks
         refuse_without_locks(file, error)
-        yield False
-        return
+        is_held = False
     try:
-        yield True
+        yield is_held
     finally:
-        lock.release()
+        if is_held:
+            lock.release()
 
 
 def _train_and_record(run: Run, workspace: Workspace) -> None:
