@@ -66,8 +66,7 @@ class FairseqCall(Attention):
             ValueError: if query_padding_mask has another shape.
         """
         context = current_context()
-        tgt_len, batch, _ = query.shape
-        size = (batch, tgt_len)
+        size = (query.size(1), query.size(0))
         if query_padding_mask is not None and query_padding_mask.shape != size:
             shape = list(query_padding_mask.shape)
             raise ValueError(f"query_padding_mask is {shape}, not [B, T] = {list(size)}")
@@ -85,10 +84,9 @@ class FairseqCall(Attention):
             memory = values = padding = None  # the cache has them
         elif self.self_attention:
             memory = x if query_padding is padding else without_padding(queries, padding)
-            if context.carried is not None:
-                memory, attn_mask, padding = _after_context(
-                    context.carried, memory, attn_mask, padding
-                )
+            carried = context.carried
+            if carried is not None:
+                memory, attn_mask, padding = _after_context(carried, memory, attn_mask, padding)
             values = memory
         else:
             assert key is not None, "no keys are given, and none are cached"
