@@ -208,7 +208,7 @@ def draw_map(
     gates: dict[str, Tensor],
     title: str,
 ) -> None:
-    """Draw the attention of one head, with the gates of the queries on its left and those of the keys below.
+    """Draw one head: its attention, the gates of the queries on the left, the gates of the keys below.
 
     Args:
         subfigure: a figure or a subfigure.

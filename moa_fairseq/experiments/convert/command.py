@@ -123,14 +123,14 @@ def _values(
 
 
 def _to_half_precision(model: nn.Module, precision: torch.dtype) -> None:
-    """Round all weights but those of routers and gates."""
+    """Round all weights except the weights of routers and gates."""
     for name, parameter in model.named_parameters():
         if set(weights.OF_ROUTING).isdisjoint(name.split(".")):
             parameter.data = parameter.data.to(precision)
 
 
 def _config(checkpoint: Checkpoint, group: Any, family: str) -> dict[str, Any]:
-    """The checkpoint's settings with those of the new model.
+    """The checkpoint's settings, with the new model's in place of the old.
 
     Those of a dense model name no task or criterion of this package, so stock fairseq can read them.
     """

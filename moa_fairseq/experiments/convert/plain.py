@@ -180,7 +180,7 @@ def _adaptive_softmax(softmax: Any, cfg: Any) -> dict[str, Any]:
 
 
 def _load(plain: nn.Module, model: nn.Module) -> None:
-    """Copy the weights by name; raise UserError if they are not those of the plain model.
+    """Copy the weights by name; raise UserError if the plain model has other weights.
 
     A tied weight has several names in fairseq, but one in the plain model.
     """

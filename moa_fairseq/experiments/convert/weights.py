@@ -85,7 +85,7 @@ def fill(model: nn.Module, dense: State) -> str | None:
 
 
 def _check_shapes(attention: Attention, dense: State) -> None:
-    """Raise UserError if an attention has no weights in the dense model, or those of other widths."""
+    """Raise UserError if an attention has no weights in the dense model, or has other widths there."""
     for part, flag in (("q_proj", "--attention-head-dim"), ("k_proj", "--key-heads")):
         name = f"{attention.name}.{part}.weight"
         if name not in dense:

@@ -337,7 +337,7 @@ def unlisted_text_files(
 def _listed_checksums(data: Path, remedy: str) -> dict[str, str]:
     """Name → checksum of the text files in the manifest.json next to a binarised folder."""
     patterns = list(_BESIDE)
-    # The manifest has the dictionaries of the folder BINARISED, not those of another folder next to it
+    # The manifest lists the dictionaries of the folder BINARISED, and of no other folder next to it
     if data.name == BINARISED:
         patterns += [f"{BINARISED}/{name}" for name in _DICTIONARIES]
     outputs = read_manifest(data.parent, remedy).get("outputs") or {}

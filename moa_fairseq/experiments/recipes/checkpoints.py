@@ -245,13 +245,13 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
     if recipe.data.codes is None and recipe.data.recipe != "binarised":
         if recipe.data.bpe:
             log.warning(
-                "data.bpe learns new merges, which may differ from those of %s; "
+                "data.bpe learns new merges, which may differ from the merges of %s; "
                 "--set data.bpe=null uses the model's own",
                 original,
             )
         else:
             log.warning(
-                "there are no BPE merges with %s: give those of the model by --set data.codes=FILE",
+                "there are no BPE merges with %s: give the file of the model's merges: --set data.codes=FILE",
                 original,
             )
     for language in (recipe.data.source, recipe.data.target):

@@ -1,6 +1,6 @@
 """Whether a run reproduces its row of a paper: with the row's settings, on the row's data.
 
-`requested_settings` are those of a recipe, `finished_settings` those of a run.
+A recipe has `requested_settings`, and a run has `finished_settings`.
 """
 
 import contextlib

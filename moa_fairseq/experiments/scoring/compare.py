@@ -210,7 +210,7 @@ def _our_text(cell: Cell) -> str:
 
 
 def _further_counts(cell: Cell) -> dict[str, str]:
-    """Measure → text of our further counts beside MACs."""
+    """Measure → text of each of our counts other than MACs."""
     texts = {}
     if cell.plain:
         texts[f"{cell.column}, plain count"] = f"{cell.plain / 1e6:.1f}M"
